@@ -1,7 +1,7 @@
 """Reads pairs of texts from files that are no lines: gettext's catalogues, translation memories, tables, a JSON array.
 
 .po, .mo             msgid and msgstr, plurals form by form; a fuzzy message counts as untranslated, as in gettext
-.tmx, .xliff, .xlf   the texts by their languages, as "de-AT", "de_AT" and "de"; of XLIFF also as source and target
+.tmx                 the texts by their languages, as "de-AT", "de_AT" and "de"
 .csv                 by the names in the first line, which languages may be too; it tells the delimiter
 .json                an array of records; one record a line is read by `lines.py`
 """
@@ -26,8 +26,6 @@ _MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BO
 _DATES = re.compile(rb"PO(T-Creation|-Revision)-Date:")  # of a template, or in words: no dates for babel
 _TEMPLATE = {rb"charset=CHARSET": b"charset=UTF-8", rb"nplurals=INTEGER; plural=EXPRESSION": b"nplurals=2; plural=n!=1"}
 _TAGS = ("bpt", "ept", "ph", "it", "ut")  # elements that hold a document's own tags
-_UNTRANSLATED = {"new", "needs-translation", "initial"}  # states in XLIFF; the target may then hold the source
-_MISSING = ElementTree.Element("missing")
 _LANGUAGE = "{http://www.w3.org/XML/1998/namespace}lang"
 _CODE = re.compile("[A-Za-z]{2,3}(?:[-_](?:[A-Za-z]{4}|[A-Za-z]{2}|[0-9]{3}))*")  # a language in a table's first line
 
@@ -82,20 +80,15 @@ def _messages(catalogue: Any) -> Iterator[Row]:
 
 
 def _tmx(file: BinaryIO) -> Iterator[Row]:
-    for unit, _ in _elements(file, "tu"):
-        texts = unit.findall("{*}tuv")
-        yield _by_language((one.get(_LANGUAGE) or one.get("lang") or "", _text(_child(one, "seg"))) for one in texts)
-
-
-def _xliff(file: BinaryIO) -> Iterator[Row]:
-    """Yields source and target of each unit, also by their languages; a target that is not translated is empty."""
-    for unit, given in _elements(file, "trans-unit", "segment"):
-        source, target = _child(unit, "source"), _child(unit, "target")
-        is_open = given.get("translate") == "no" or {unit.get("state"), target.get("state")} & _UNTRANSLATED
-        row = {"source": _text(source), "target": "" if is_open else _text(target)}
-        of_source = source.get(_LANGUAGE) or given.get("source-language") or given.get("srcLang", "")
-        of_target = target.get(_LANGUAGE) or given.get("target-language") or given.get("trgLang", "")
-        yield {**row, **_by_language(zip((of_source, of_target), row.values(), strict=True))}
+    """Yields the texts of each unit of a translation memory by their languages."""
+    for _, unit in ElementTree.iterparse(file):
+        if _name(unit) == "tu":
+            variants = unit.findall("{*}tuv")
+            languages = [variant.get(_LANGUAGE) or variant.get("lang") or "" for variant in variants]
+            segments = [variant.find("{*}seg") for variant in variants]
+            texts = ["" if segment is None else _text(segment) for segment in segments]
+            yield _by_language(zip(languages, texts, strict=True))
+            unit.clear()
 
 
 def _by_language(texts: Iterable[tuple[str, str]]) -> Row:
@@ -108,26 +101,10 @@ def _by_language(texts: Iterable[tuple[str, str]]) -> Row:
     return row
 
 
-def _child(element: Any, name: str) -> Any:
-    """Returns the first child of this name, or an element without text."""
-    return next(element.iterfind(f"{{*}}{name}"), _MISSING)
-
-
 def _text(element: Any) -> str:
     """Returns the text in an element, without a document's own tags."""
     inside = ("" if _name(part) in _TAGS else _text(part) for part in element)
     return (element.text or "") + "".join(text + (part.tail or "") for text, part in zip(inside, element, strict=True))
-
-
-def _elements(file: BinaryIO, *names: str) -> Iterator[tuple[Any, dict[str, str]]]:
-    """Yields each element of these names, with its attributes and those of the elements around it."""
-    given: list[dict[str, str]] = [{}]
-    for event, element in ElementTree.iterparse(file, ("start", "end")):
-        if event == "start":
-            given.append({**given[-1], **element.attrib})
-        elif (around := given.pop()) is not None and _name(element) in names:
-            yield element, around
-            element.clear()
 
 
 def _name(element: Any) -> str:
@@ -160,5 +137,5 @@ def json_array(file: BinaryIO) -> Iterator[Row]:
     return iter(json.load(file))
 
 
-ROWS_OF: dict[str, Rows] = {".po": _po, ".mo": _mo, ".tmx": _tmx, ".xliff": _xliff, ".xlf": _xliff, ".csv": _csv}
-CATALOGUES, MEMORIES = (".po", ".mo"), (".tmx", ".xliff", ".xlf")
+ROWS_OF: dict[str, Rows] = {".po": _po, ".mo": _mo, ".tmx": _tmx, ".csv": _csv}
+CATALOGUES, MEMORY = (".po", ".mo"), ".tmx"

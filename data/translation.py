@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import copy
-from itertools import count, groupby, islice
+from itertools import count, groupby
 from operator import attrgetter
 from typing import Any
 
@@ -26,9 +25,9 @@ from .vocabulary import BOS, EOS, PAD
 CHUNK_BATCHES = 64  # mini-batches whose pairs are sorted by length together
 CHUNK_PAIRS = 2**22  # ... but no more pairs than this: they are held in memory, 40 bytes each
 EVALUATION_BATCH = 64  # sentences of a micro-batch
+TYPICAL_LENGTHS = (28, 18)  # padded source and target tokens that cost the mean of CLDR batches with 4,000 pieces
 TOKENS_OF_WIDTH = 0.8  # share of a padded target that is not padding, in CLDR batches
 Sequences = Sequence[Sequence[int] | npt.NDArray[Any]]
-LOOKED_AT = 16  # mini-batches of a prepared text, for its usual lengths
 
 
 class PairSource(PreparedSource):
@@ -52,7 +51,6 @@ class PairSource(PreparedSource):
     _store: Store
     pad_id, bos_id, eos_id = PAD, BOS, EOS
     reads_ends = True
-    typical_lengths = (28, 18)  # padded source and target tokens that cost the mean of CLDR batches with 4,000 pieces
 
     def __init__(
         self,
@@ -84,31 +82,14 @@ class PairSource(PreparedSource):
 
     def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
         """Returns a micro-batch of usual or longest lengths on the meta device, and the examples of a mini-batch."""
-        if not longest and self._knows_lengths():
-            source, target, examples = self._looked_at(micro_batches)
-        else:
-            lengths = (self._max_length,) * 2 if longest else self.typical_lengths
-            source, target = (min(length, self._max_length) for length in lengths)
-            examples = self._pairs
-            if self._batch_tokens is not None:
-                examples = max(micro_batches, round(self._batch_tokens / (TOKENS_OF_WIDTH * target)))
+        lengths = (self._max_length,) * 2 if longest else TYPICAL_LENGTHS
+        source, target = (min(length, self._max_length) for length in lengths)
+        examples = self._pairs
+        if self._batch_tokens is not None:
+            examples = max(micro_batches, round(self._batch_tokens / (TOKENS_OF_WIDTH * target)))
         shapes = [(-(-examples // micro_batches), length) for length in (source, target, target)]
         ids, target_in, target_out = (torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes)
         return ((ids, target_in), (target_out,)), examples
-
-    def _knows_lengths(self) -> bool:
-        """Opens the store if it can, and returns whether `_looked_at` can measure lengths in it. A subclass may."""
-        return False
-
-    def _looked_at(self, micro_batches: int) -> tuple[int, int, int]:
-        """Measures means in the first mini-batches: a pair's padded source and target tokens, a mini-batch's pairs."""
-        same_for_all = copy(self)
-        same_for_all._seed = 0  # one profile of layers for all seeds
-        batches = list(islice(same_for_all._train(0, 0, micro_batches, 0, 1), LOOKED_AT))
-        inputs = [inputs for batch in batches for inputs, _ in batch.micro_batches]
-        source, target = (sum(pair[side].numel() for pair in inputs) for side in (0, 1))
-        pairs = sum(len(ids) for ids, _ in inputs)
-        return round(source / pairs), round(target / pairs), round(pairs / len(batches))
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields mini-batches without end; a position is `{"chunk": c, "batch": b}`, the next one to make."""

@@ -25,7 +25,6 @@ from .files import ImageFiles
 from .layout import SUFFIXES
 
 CLASS = ".cls"  # ending of the file that holds an image's label, a number from 0
-BLOCK = 512  # bytes of a tar's header; one of zeros ends the tar
 
 Index = npt.NDArray[Any]
 """A row for each image: "name" in bytes, "label", number of its "tar", "first" byte there, "size" in bytes."""
@@ -114,10 +113,6 @@ def _members(file: BinaryIO, path: Path) -> list[tarfile.TarInfo]:
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             members = tar.getmembers()
-            file.seek(tar.offset)
-            whole = file.read(BLOCK) == bytes(BLOCK)  # tarfile ends without a word at a header that it cannot read
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ConfigurationError(f"{path}: {error}: it must be a whole tar, not packed") from error
-    if not whole:
-        raise ConfigurationError(f"{path} is cut off or damaged after {members[-1].name}: load it again")
     return [member for member in members if member.isfile() and not Path(member.name).name.startswith(".")]

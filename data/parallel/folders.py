@@ -36,7 +36,7 @@ from ..lines import (
     split_of,
     unpacked,
 )
-from ..records import CATALOGUES, MEMORIES, ROWS_OF
+from ..records import CATALOGUES, MEMORY, ROWS_OF
 from ..tree import files_below, files_matching, in_short, refuse_dead_links
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ Files = Mapping[str, str | Sequence[str | Annotated[Sequence[str], Field(min_len
 
 LAYOUTS = (
     "xx-en/opus.xx-en-train.xx beside .en (OPUS-100), train.xx beside train.en, or xx-en/train.tsv (source, tab, "
-    "target), .jsonl, .parquet, .csv, .tmx, .xliff, .po or .mo; dev, valid or validation, and test likewise; "
+    "target), .jsonl, .parquet, .csv, .tmx, .po or .mo; dev, valid or validation, and test likewise; "
     "NAME.xx-en.xx beside NAME.xx-en.en (OPUS); each may end in .gz, .zst, .xz or .bz2"
 )
 
@@ -115,8 +115,7 @@ def find_pairs(
     for split, files in named.items():
         pairs += _named(folder.absolute(), split, files, target)
     pairs += _of_translators(folder, seen, target, {*named, *(pair.split for pair in pairs)})
-    if root is not None:
-        _tell_of_others(folder, seen, pairs, target)
+    _tell_of_others(folder, seen, pairs, target)
     found: dict[tuple[str, str, Path], PairFiles] = {}
     for pair in pairs:
         same = found.setdefault((pair.language, pair.split, unpacked(pair.source.resolve())), pair)
@@ -148,9 +147,10 @@ def find_pairs(
 
 def _tell_of_others(folder: Path, seen: Sequence[Path], pairs: Sequence[PairFiles], target: str) -> None:
     """Warns of files that by their ending hold a side of parallel text, and are in none of the pairs."""
-    used = {file for pair in pairs for file in pair.files}
+    used = {file.absolute() for pair in pairs for file in pair.files}
     sides = {f".{side}" for pair in pairs if pair.target is not None for side in (pair.language, target)}
-    if others := [str(path.relative_to(folder)) for path in seen if ending_of(path) in sides and path not in used]:
+    unused = [path for path in seen if ending_of(path) in sides and path.absolute() not in used]
+    if others := [str(path.relative_to(folder)) for path in unused]:
         log.warning("%s: %d files are passed over (%s): data.train names files", folder, len(others), in_short(others))
 
 
@@ -281,7 +281,7 @@ def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None, col
             if column is not None and has_records(path):
                 yield from (PairFiles(language, split, path, None) for language in _languages_in(path, column, target))
             elif ending in _TABLES:
-                if not named and only is None and f".{ending}" in (*CATALOGUES, *MEMORIES):
+                if not named and only is None and f".{ending}" in (*CATALOGUES, MEMORY):
                     continue  # `_of_translators` looks inside
                 language = _language_of_table(path, named, target, only)
                 if language is not None:
@@ -307,7 +307,7 @@ def _of_translators(root: Path, paths: Iterable[Path], target: str, there: Colle
                 log.warning("%s has no language in its name, and is left out: data.train={xx: [FILE]} names it", path)
             elif _is_english(source) != _is_english(target):
                 yield PairFiles(source, split, path, None)
-        elif ending in MEMORIES:
+        elif ending == MEMORY:
             with reading(path) as lines:
                 names = {name for line in islice(lines, FIRST_UNITS) for name in json.loads(line)}
             others = {name for name in names if re.fullmatch("[a-z]{2,3}", name) and not target.startswith(name)}

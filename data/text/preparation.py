@@ -62,7 +62,6 @@ class TextForm:
         vocabulary: pieces of the SentencePiece model.
         character_coverage, smaller, normalization: see `train_vocabulary`.
         piece: bytes of text that one process takes at a time.
-        ends: True holds out the end of each piece in place of whole documents; for a few long documents.
     """
 
     document: str
@@ -76,7 +75,6 @@ class TextForm:
     smaller: bool
     normalization: Normalization
     piece: int
-    ends: bool = False
 
     def holds_out(self, text: str) -> bool:
         """Returns whether a document is held out: a function of its text and the seed."""
@@ -198,10 +196,8 @@ def encode_piece(piece: TextPiece, form: TextForm, folder: Path) -> EncodedText:
     """Encodes a piece's documents by the vocabulary in a store's folder."""
     defects, texts = Defects(), dict[bool, list[str]]({False: [], True: []})
     for text in documents(piece, form.document, form.json_key, defects):
-        texts[not form.ends and form.holds_out(text)].append(text)
+        texts[form.holds_out(text)].append(text)
     trained, dev = (_tokens(texts[held_out], form, folder) for held_out in (False, True))
-    if form.ends:
-        trained, dev = np.split(trained, [len(trained) - int(form.held_out * len(trained))])
     digest = hashlib.blake2b(trained.tobytes(), digest_size=16).hexdigest() if len(trained) else None
     return EncodedText(sum(map(len, texts.values())), (trained, dev), digest, defects)
 

@@ -120,8 +120,6 @@ class TextFilesSource(WindowSource, PreparedSource):
         files, held_out = self._found()
         form = replace(self.form, held_out=0.0) if held_out else self.form
         store = self._opened(form, files, held_out, report)
-        if by_ends := len(store.dev) < 2 and form.held_out > 0:
-            store = self._opened(replace(form, ends=True), files, held_out, report)
         self._use(store)
         self._training, self._held_out = store.train, store.dev
         self.eos_id = store.source_vocabulary.eos_id
@@ -135,9 +133,6 @@ class TextFilesSource(WindowSource, PreparedSource):
                 f"data.held_out={self.form.held_out}: raise it, name other text as data.evaluation_root=FILE, or use "
                 "data.document=line if each line is a document"
             )
-        if by_ends:
-            told = "none of the documents is held out: the last %g of each file is, of a long one of each %d MiB"
-            log.warning(told, self.form.held_out, self.form.piece >> 20)
 
     def _found(self) -> tuple[list[Path], list[Path]]:
         """Returns the files to train on, and those that are held out as a whole; logs which are neither."""

@@ -205,20 +205,8 @@ def test_a_defect_of_a_shard_is_named(tar: str, change: Any, message: str, root:
     assert message in refusal(root)
 
 
-@pytest.mark.parametrize("end", [100, 1536, -10_240])
-def test_a_tar_that_is_cut_off_is_named_wherever_that_is(end: int, root: Path) -> None:
-    """The end of 10,240 bytes has the last image too; a tar is whole with the first 512 of its zeros."""
-    content = (root / TRAIN).read_bytes()
-    (root / TRAIN).write_bytes(content[:end])
-    said = refusal(root)
-    assert f"{root / TRAIN}" in said and ("cut off or damaged after" in said or "it must be a whole tar" in said)
-
-
-def test_a_damaged_header_and_a_packed_tar_are_named(root: Path) -> None:
+def test_a_tar_that_is_cut_off_or_packed_is_named(root: Path) -> None:
     whole = (root / TRAIN).read_bytes()
-    content, place = bytearray(whole), whole.index(f"./{WNIDS[1]}_2.cls".encode())
-    content[place : place + 100] = b"x" * 100
-    (root / TRAIN).write_bytes(content)
-    assert f"{TRAIN} is cut off or damaged after ./{WNIDS[1]}_2.jpg" in refusal(root)
-    (root / TRAIN).write_bytes(gzip.compress(content))
-    assert f"{root / TRAIN}: " in refusal(root)
+    for content in (whole[:700], gzip.compress(whole)):
+        (root / TRAIN).write_bytes(content)
+        assert f"{root / TRAIN}: " in (said := refusal(root)) and "it must be a whole tar" in said

@@ -108,7 +108,6 @@ LAYOUTS: dict[str, tuple[Sequence[str], Callable[[Pairs], list[list[str]]], dict
     "a catalogue of gettext's": (("locale/de/LC_MESSAGES/django.po",), records(CODES), {}),
     "a translation memory": (("Memory.de-en.tmx",), records(CODES), {}),
     "a memory of any name": (("memory.tmx",), records(CODES), {}),
-    "XLIFF": (("de-en/train.xlf",), records(CODES), {}),
 }  # fmt: skip
 
 
@@ -132,8 +131,8 @@ def write_lines(path: Path, lines: Sequence[str]) -> None:
             catalogue.add(row["en"], row["de"])
         with path.open("wb") as file:
             write_po(file, catalogue)
-    elif path.suffix in (".tmx", ".xlf"):
-        path.write_text(memory(rows) if path.suffix == ".tmx" else bilingual(rows))
+    elif path.suffix == ".tmx":
+        path.write_text(memory(rows))
     else:
         parallel_folder.write(path, lines)
 
@@ -148,26 +147,11 @@ def memory(rows: Sequence[dict[str, str]]) -> str:
     return f'<?xml version="1.0"?><tmx version="1.4"><header srclang="en"/><body>{pairs}</body></tmx>'
 
 
-def bilingual(rows: Sequence[dict[str, str]]) -> str:
-    sides = ((escape(row["en"]), escape(row["de"])) for row in rows)
-    units = "".join(f"<trans-unit><source>{one}</source><target>{other}</target></trans-unit>" for one, other in sides)
-    file = f'<file source-language="en" target-language="de-DE"><body>{units}</body></file>'
-    return f'<xliff xmlns="urn:oasis:names:tc:xliff:document:1.2" version="1.2">{file}</xliff>'
-
-
 TEMPLATE = 'msgid ""\nmsgstr "charset=CHARSET\\n"\n"Plural-Forms: nplurals=INTEGER; plural=EXPRESSION;\\n"\n\n'
 ENTRY = '#, fuzzy\n#~ msgid "x"\n#~ msgstr "y"\n\nmsgctxt "a"\nmsgid "Y"\n"es"\nmsgstr "Jä"\n'
 EXCEL = 'sep=;\r\n"de-DE";en-US\r\nJä;Yes\r\n'
 MEMORY = """<tmx xmlns="urn:x"><tu><tuv xml:lang="de"><seg>Jä</seg></tuv><tuv xml:lang="de-CH"><seg>Jo</seg></tuv>
     <tuv xml:lang="EN-GB"><seg>Yes</seg></tuv></tu></tmx>"""
-YES = "<source>Yes</source><target>Jä</target>"
-XLIFF_1 = f"""<xliff><file source-language="en" target-language="de"><group translate="no">
-    <trans-unit>{YES}</trans-unit></group>
-    <trans-unit>{YES.replace("<target", '<target state="new"')}</trans-unit></file>
-    <file source-language="en"><trans-unit>{YES}</trans-unit>
-    <trans-unit>{YES.replace("<target", '<target xml:lang="de-AT"')}</trans-unit></file></xliff>"""
-XLIFF_2 = f"""<xliff srcLang="en-US" trgLang="de"><file><unit><segment>{YES}</segment></unit><unit translate="no">
-    <segment>{YES}</segment></unit><segment state="initial">{YES}</segment></file></xliff>"""
 OTHERS_WRITE: list[tuple[str, str, str, dict[str, int]]] = [  # name, content and encoding of a file; what is left out
     ("template.po", TEMPLATE + ENTRY, "utf-8", {}),
     ("mark.po", TEMPLATE + ENTRY, "utf-8-sig", {}),
@@ -178,8 +162,6 @@ OTHERS_WRITE: list[tuple[str, str, str, dict[str, int]]] = [  # name, content an
     ("bars.csv", 'id | de | en\n1 | "Jä" | Yes\n', "utf-8", {}),
     ("array.json", '\n [{"de": "Jä", "en": "Yes"}]', "utf-8-sig", {}),
     ("regions.tmx", MEMORY, "utf-8", {}),
-    ("1.2.xlf", XLIFF_1, "utf-8", {"empty": 2, "malformed": 1}),
-    ("2.0.xliff", XLIFF_2, "utf-8", {"empty": 2}),
 ]
 
 
@@ -278,7 +260,7 @@ def test_pairs_are_turned_by_their_names_and_a_catalogue_by_english(tmp_path: Pa
         ("memory.tmx", "test.tmx"),
         ("locale/de/LC_MESSAGES/django.po", "my-test.de.po"),
         ("train/Both.de-en.tmx", "test/Both.de-en.tmx"),
-        ("de-en/train.tsv", "DevTest.de.xlf"),
+        ("de-en/train.tsv", "DevTest.de.po"),
         ("de-en/Testament.de-en.tsv", "de-en/newstest2014.de-en.tsv"),
     ],
 )
@@ -570,16 +552,3 @@ def test_what_was_left_out_is_said_once_and_counted_in_every_run(root: Path, tmp
         counts += f"{root}/train.de, line 7: source is empty"
         assert said == [counts]
         assert not [event for event in events if event["kind"] == "preparation" and event["done"] > event["total"] > 0]
-
-
-def test_prepared_text_is_planned_by_the_lengths_of_its_own_mini_batches_for_every_seed(root: Path) -> None:
-    def usual(**more: Any) -> tuple[list[int], int]:
-        made = ParallelTextSource(str(root), cache_dir=str(root.parent / "cache"), **SMALL, **more)
-        (inputs, _), examples = made.typical_micro_batch(4, False)
-        return [ids.shape[1] for ids in inputs], examples
-
-    assert usual()[0] == [*ParallelTextSource.typical_lengths]
-    batches = list(islice(source(root).train(None, 4, 0, 1), 16))
-    inputs = [inputs for batch in batches for inputs, _ in batch.micro_batches]
-    pairs, padded = sum(len(ids) for ids, _ in inputs), [sum(of[side].numel() for of in inputs) for side in (0, 1)]
-    assert usual() == usual(seed=5) == ([round(tokens / pairs) for tokens in padded], round(pairs / 16))

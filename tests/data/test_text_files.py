@@ -188,17 +188,6 @@ def test_text_to_test_on_is_trained_on_only_where_it_is_named(tmp_path: Path) ->
     assert (len(texts_of(evaluated)), len(texts_of(evaluated, "dev"))) == (60, 120)
 
 
-def test_of_a_few_long_files_the_end_of_each_is_held_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    texts = documents()
-    for number in range(3):  # three books without a blank line
-        write(tmp_path / "text" / f"{number}.txt", "\n".join([*texts[40 * number : 40 * number + 40], ""]))
-    made = source(tmp_path / "text", held_out=0.05, vocabulary=200)
-    assert "none of the documents is held out: the last 0.05 of each file is" in caplog.text
-    every = len(made._store.train) + len(made._store.dev)
-    assert len(made._store.dev) == pytest.approx(0.05 * every, abs=3)
-    assert " ".join(texts[-3:]).endswith(made.decode(ids(made._store.dev)[-20:]))
-
-
 # --- the same bytes by any number of processes
 
 
