@@ -26,8 +26,8 @@ UNPACKERS[".gz"] = lambda: zlib.decompressobj(wbits=31)
 UNPACKERS[".zst"] = lambda: zstandard.ZstdDecompressor(max_window_size=LONGEST_WINDOW).decompressobj()
 JSON, PARQUET = (".jsonl", ".ndjson", ".json"), ".parquet"
 SPLITS = dict.fromkeys(("train", "training"), "train")  # of a corpus, by the words that name them
-SPLITS |= dict.fromkeys(("dev", "val", "valid", "validate", "validation", "eval", "evaluation"), "dev")
-SPLITS |= dict.fromkeys(("test", "testing", "devtest", "heldout", "holdout"), "test")
+SPLITS |= dict.fromkeys(("dev", "val", "valid", "validate", "validation", "eval", "evaluation", "newsdev"), "dev")
+SPLITS |= dict.fromkeys(("test", "testing", "devtest", "heldout", "holdout", "tst", "newstest"), "test")
 LANGUAGE = r"[a-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*"  # "de", "pt_BR", "zh-Hans"
 ROWS = 1_024  # of a Parquet file, read at once
 LONGEST_WINDOW = 2**31  # bytes; zstd --long=31

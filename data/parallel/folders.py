@@ -14,7 +14,7 @@ Each file may be compressed: .gz, .zst, .xz or .bz2. Several corpora of one lang
 import json
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
@@ -58,8 +58,8 @@ _CATALOGUE = re.compile(  # its path without the ending
     r"|(?:.*[/.])?(?P<name>[a-z]{2}(?:[-_](?:[A-Z]{2}|[A-Z][a-z]{3}))*)$"
 )
 _NAME = re.compile(
-    rf"^(?:(?:.*[._-])?(?:news)?(?P<split>{'|'.join(SPLITS)})(?:\d{{4}})?(?:[._-](?P<pair>{_PAIR})|-\d+-of-\d+)?"
-    rf"|(?!.*(?i:dev|te?st|valid|eval)(?:ation)?[\d._-])(?:.*[._-])?(?P<corpus>{_PAIR}))"
+    rf"^(?:(?:.*[._-])?(?:{'|'.join(SPLITS)})(?:\d{{4}})?(?:[._-](?P<pair>{_PAIR})|-\d+-of-\d+)?"
+    rf"|(?:.*[._-])?(?P<corpus>{_PAIR}))"
     rf"\.(?P<ending>{'|'.join(_TABLES)}|{LANGUAGE})(?:\.(?:gz|zst|xz|bz2))?$"
 )
 
@@ -111,20 +111,17 @@ def find_pairs(
     folder = Path(root or "").expanduser()
     refuse_dead_links([folder])
     seen = [] if root is None else [Path(file) for file in files_below(folder, _NAME.match)]
-    pairs = [pair for pair in _pairs(folder, seen, target, only, language_column) if pair.split not in named]
+    found = [pair for pair in _found(folder, seen, target, only, language_column) if pair.split not in named]
     for split, files in named.items():
-        pairs += _named(folder.absolute(), split, files, target)
-    pairs += _of_translators(folder, seen, target, {*named, *(pair.split for pair in pairs)})
-    _tell_of_others(folder, seen, pairs, target)
-    found: dict[tuple[str, str, Path], PairFiles] = {}
-    for pair in pairs:
-        same = found.setdefault((pair.language, pair.split, unpacked(pair.source.resolve())), pair)
+        found += _named(folder.absolute(), split, files, target)
+    pairs: dict[tuple[str, str, Path], PairFiles] = {}
+    for pair in found:
+        same = pairs.setdefault((pair.language, pair.split, unpacked(pair.source.resolve())), pair)
         if same.source != pair.source:
             raise ConfigurationError(f"{same.source} and {pair.source} are one text twice: keep one of the two")
-    trained = sorted({pair.language for pair in found.values() if pair.split == "train"})
-    if lost := [pair for pair in found.values() if pair.language not in trained and languages is None]:
-        others = f" ({len(lost):,} such files)" if len(lost) > 1 else ""
-        log.warning("%s%s is left out: there is no training text from '%s'", lost[0].source, others, lost[0].language)
+    trained = sorted({pair.language for pair in pairs.values() if pair.split == "train"})
+    known = trained if languages is None else [pair.language for pair in pairs.values()]
+    _tell_of_others(folder, seen, [*pairs.values()], known, target)
     where = "data.train" if "train" in named else f"data.root={root}"
     if not trained:
         names = [str(path.relative_to(folder)) for path in seen]
@@ -140,17 +137,20 @@ def find_pairs(
             others = f"into '{target}', only from {', '.join(trained)}"
             raise ConfigurationError(f"{key}: {where} has no training text from '{missing[0]}' {others}")
     order = {key: place for place, key in enumerate(product(wanted, ("train", "dev", "test")))}
-    chosen = [pair for pair in found.values() if pair.language in wanted]
+    chosen = [pair for pair in pairs.values() if pair.language in wanted]
     chosen.sort(key=lambda pair: order[pair.language, pair.split])
     return [_with_columns(pair, target, columns, language_column) for pair in chosen]
 
 
-def _tell_of_others(folder: Path, seen: Sequence[Path], pairs: Sequence[PairFiles], target: str) -> None:
-    """Warns of files that by their ending hold a side of parallel text, and are in none of the pairs."""
-    used = {file.absolute() for pair in pairs for file in pair.files}
+def _tell_of_others(
+    folder: Path, seen: Sequence[Path], pairs: Sequence[PairFiles], known: Sequence[str], target: str
+) -> None:
+    """Warns of files of pairs whose language is not known, and of those that end like a side and are in no pair."""
+    used = {file.absolute() for pair in pairs if pair.language in known for file in pair.files}
+    unused = {file.absolute() for pair in pairs for file in pair.files} - used
     sides = {f".{side}" for pair in pairs if pair.target is not None for side in (pair.language, target)}
-    unused = [path for path in seen if ending_of(path) in sides and path.absolute() not in used]
-    if others := [str(path.relative_to(folder)) for path in unused]:
+    unused |= {path.absolute() for path in seen if ending_of(path) in sides} - used
+    if others := [str(path.relative_to(folder)) for path in seen if path.absolute() in unused]:
         log.warning("%s: %d files are passed over (%s): data.train names files", folder, len(others), in_short(others))
 
 
@@ -171,8 +171,7 @@ def pairs_to_test(path: Path, target: str, only: str | None, columns: Sequence[s
     folder, seen = path, [Path(file) for file in files_below(path, _NAME.match)]
     if path.is_file():
         folder, seen = path.parent, [path]
-    found = [*_pairs(folder, seen, target, only, None), *_of_translators(folder, seen, target, ())]
-    found = list({pair.source: pair for pair in found}.values()) or [*_of_any_name(path, target, only)]
+    found = [*_found(folder, seen, target, only, None)] or [*_of_any_name(path, target, only)]
     if not found:
         raise ConfigurationError(f"test={path}: no pairs of texts into '{target}'. Expected {LAYOUTS}")
     chosen = [pair for pair in found if pair.split == "test"] or found
@@ -246,87 +245,88 @@ def _other(source: Path, language: str, target: str, key: str) -> Path:
             f"{{{language}: [[SOURCE, TARGET]]}}"
         )
     other = Path(str(source)[: places[-1].start()] + target + str(source)[places[-1].end() :])
-    plain = unpacked(other)
-    found = [path for path in (other, plain, *(Path(f"{plain}{packed}") for packed in PACKED)) if path.is_file()]
-    if not found:
+    if (found := _plain_or_packed(other)) is None:
         raise ConfigurationError(f"{key}: {source} has no {other} beside it, or name both as [[SOURCE, TARGET]]")
-    return found[0]
+    return found
+
+
+def _plain_or_packed(path: Path) -> Path | None:
+    """Returns the file of this name, or of the same name with or without the ending of a compression; None: neither."""
+    plain = unpacked(path)
+    names = (path, plain, *(Path(f"{plain}{ending}") for ending in PACKED))
+    return next((name for name in names if name.is_file()), None)
 
 
 # -- files that are found ----------------------------------------------------------------------------------------------
 
 
-def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None, column: str | None) -> Iterator[PairFiles]:
-    """Yields the pairs and tables among files.
+def _found(root: Path, paths: Iterable[Path], target: str, only: str | None, column: str | None) -> Iterator[PairFiles]:
+    """Yields the corpora among files: pairs of a side and the other beside it, and tables.
 
     Args:
-        only: the language of tables whose names say none; None: these are left out.
+        only: the language of tables that say none; None: these are refused.
         column: the column that names the language in each record; None: names of files do.
     """
-    stems: dict[tuple[Path, str, str], dict[str, Path]] = {}  # (path up to the ending, split, name) -> ending -> file
     for path in paths:
-        if match := _NAME.match(path.name):
-            corpus, ending = match["corpus"], match["ending"]
-            if corpus and not (ending in _TABLES or corpus.startswith(f"{ending}-") or corpus.endswith(f"-{ending}")):
-                continue  # OPUS puts NAME.de-en.xml and NAME.de-en.ids beside the two sides
-            stem = path.with_name(path.name[: match.start("ending")] + "*")
-            named = corpus or match["pair"] or ("" if path.parent == root else path.parent.name)
-            split = SPLITS[match["split"]] if match["split"] else split_of(path.relative_to(root)) or "train"
-            of_stem = stems.setdefault((stem, split, named), {})
-            if ending in of_stem:
-                raise ConfigurationError(f"{of_stem[ending]} and {path} are one text twice: keep one of the two")
-            of_stem[ending] = path
-    for (_, split, named), files in stems.items():
-        for ending, path in files.items():
-            if column is not None and has_records(path):
-                yield from (PairFiles(language, split, path, None) for language in _languages_in(path, column, target))
-            elif ending in _TABLES:
-                if not named and only is None and f".{ending}" in (*CATALOGUES, MEMORY):
-                    continue  # `_of_translators` looks inside
-                language = _language_of_table(path, named, target, only)
-                if language is not None:
-                    yield PairFiles(language, split, path, None, turned=named == f"{target}-{language}")
-            elif ending != target and target in files:
-                yield PairFiles(ending, split, path, files[target])
+        split = split_of(path.relative_to(root), anywhere=True) or "train"
+        match, ending = _NAME.match(path.name), ending_of(path).removeprefix(".")
+        if match is not None and ending not in _TABLES:
+            other = _plain_or_packed(path.with_name(path.name[: match.start("ending")] + target))
+            # OPUS puts NAME.de-en.xml and NAME.de-en.ids beside the two sides.
+            is_side = match["corpus"] is None or re.search(rf"^{ending}-|-{ending}$", match["corpus"])
+            if is_side and ending != target and other is not None:
+                yield PairFiles(ending, split, path, other)
+        elif column is not None and has_records(path):
+            yield from (PairFiles(language, split, path, None) for language in _languages_in(path, column, target))
+        elif match is not None or f".{ending}" in (*CATALOGUES, MEMORY):
+            folder = "" if path.parent == root else path.parent.name
+            named = "" if match is None else match["corpus"] or match["pair"] or folder
+            for language in _languages_of(path, named, target, only):
+                yield PairFiles(language, split, path, None, turned=named == f"{target}-{language}")
 
 
-def _of_translators(root: Path, paths: Iterable[Path], target: str, there: Collection[str]) -> Iterator[PairFiles]:
-    """Yields catalogues of English messages, and translation memories of any name.
+def _languages_of(path: Path, named: str, target: str, only: str | None) -> list[str]:
+    """Returns the source languages of a table: by its name or folder, else as files of its format say them.
 
-    Files of the splits in `there` are left out. Those whose names say no split are to train on. A catalogue's language
-    is in its path, as locale/de/LC_MESSAGES/x.po or x.de.po; the languages of a memory are in the file.
+    A catalogue's is in its path, as locale/de/LC_MESSAGES/x.po or x.de.po; those of a translation memory are in it.
+
+    Args:
+        named: name of the pair or the folder, as "de-en", "en-de" or "de".
+        only: the language of files that say none; None: they are refused, catalogues left out.
     """
-    for path in paths:
-        if (split := split_of(path.relative_to(root)) or "train") in there:
-            continue
-        if (ending := ending_of(path)) in CATALOGUES and not (ending == ".mo" and path.with_suffix(".po").exists()):
-            match = _CATALOGUE.match(str(unpacked(path).with_suffix("")))
-            code = (match["folder"] or match["name"]) if match else "en"
-            source = "en" if code == target else code
-            if match is None:
-                log.warning("%s has no language in its name, and is left out: data.train={xx: [FILE]} names it", path)
-            elif _is_english(source) != _is_english(target):
-                yield PairFiles(source, split, path, None)
-        elif ending == MEMORY:
-            with reading(path) as lines:
-                names = {name for line in islice(lines, FIRST_UNITS) for name in json.loads(line)}
-            others = {name for name in names if re.fullmatch("[a-z]{2,3}", name) and not target.startswith(name)}
-            yield from (PairFiles(name, split, path, None) for name in sorted(others) if target in names)
+    for other in (named.removesuffix(f"-{target}"), named.removeprefix(f"{target}-")):
+        if other not in ("", named):
+            return [other]
+    if re.fullmatch(_PAIR, named):
+        return []
+    if re.fullmatch(LANGUAGE, named) and "-" not in named:
+        return [named]
+    if ending_of(path) == MEMORY:
+        with reading(path) as lines:
+            names = {name for line in islice(lines, FIRST_UNITS) for name in json.loads(line)}
+        found = {name for name in names if re.fullmatch("[a-z]{2,3}", name) and not target.startswith(name)}
+        return sorted(found) if target in names else []
+    is_catalogue = ending_of(path) in CATALOGUES
+    if is_catalogue and (ending_of(path) == ".mo" and path.with_suffix(".po").exists()):
+        return []
+    if is_catalogue and (match := _CATALOGUE.match(str(unpacked(path).with_suffix("")))):
+        code = match["folder"] or match["name"]
+        source = "en" if code == target else code
+        return [source] if _is_english(source) != _is_english(target) else []
+    if only is None and not is_catalogue:
+        raise ConfigurationError(
+            f"{path} has no language in its name: put it into a folder 'xx-{target}', or use data.pair=xx, or "
+            "data.language_column=NAME if its records say it"
+        )
+    if only is None:
+        log.warning("%s has no language in its name, and is left out: data.train={xx: [FILE]} names it", path)
+    return [] if only is None else [only]
 
 
 def columns_of(path: Path, language: str, target: str) -> tuple[str, str]:
-    """Returns the names of source and target in records if data.columns gives none. A catalogue's msgid are English.
-
-    Raises:
-        ConfigurationError: neither side of a catalogue is English.
-    """
+    """Returns the names of source and target in records if data.columns gives none. A catalogue's msgid are English."""
     if ending_of(path) not in CATALOGUES:
         return language, target
-    if not _is_english(target) and not _is_english(language):
-        raise ConfigurationError(
-            f"{path}: the msgid of a catalogue are English; '{language}' and data.target={target} are not: "
-            "name source and target by data.columns=[msgstr,msgid] or [msgid,msgstr]"
-        )
     return ("msgstr", "msgid") if _is_english(target) else ("msgid", "msgstr")
 
 
@@ -341,19 +341,3 @@ def _languages_in(path: Path, column: str, target: str) -> list[str]:
     if not found:
         raise ConfigurationError(f"{path} names no source language, as de, under '{column}' (data.language_column)")
     return sorted(found)
-
-
-def _language_of_table(path: Path, named: str, target: str, only: str | None) -> str | None:
-    """Returns the language of a table by the name of its pair or folder, "de-en", "en-de" or "de"; None: of others."""
-    for other in (named.removesuffix(f"-{target}"), named.removeprefix(f"{target}-")):
-        if other not in ("", named):
-            return other
-    if re.fullmatch(_PAIR, named):
-        return None
-    language = named if re.fullmatch(LANGUAGE, named) and "-" not in named else only
-    if language is None and "-" not in named:
-        raise ConfigurationError(
-            f"{path} has no language in its name: put it into a folder 'xx-{target}', or use data.pair=xx, or "
-            "data.language_column=NAME if its records say it"
-        )
-    return language
