@@ -1,17 +1,20 @@
 """Makes a source of two PyTorch data sets."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ..cpu import seeded
+from ..cpu import seeded, usable_cores
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
-from .source import Batch, Source, evaluation_parts, permutation, slices_of_replica
+from .source import Batch, Source, evaluation_parts, permutation, read_ahead, slices_of_replica
+
+MOST_WORKERS = 16  # chosen by "auto": more would only fill the memory with mini-batches
 
 Key = tuple[int, int]
 """(epoch, index): by both, loader processes seed the augmentation of an example."""
@@ -31,7 +34,8 @@ class DatasetSource(Source):
         batch_size: examples of a mini-batch, over all micro-batches and replicas.
         drop_last: leave out an epoch's last examples if they do not fill a mini-batch.
         collate: makes `(inputs, targets)`, two tuples of tensors, of a list of examples; None: `stack_examples`.
-        workers: loader processes; 0 reads in the training process, just before the batch is needed.
+        workers: loader processes of a replica, which read ahead; 0 reads in the training process, just before the batch
+            is needed; "auto": as many as the replica's share of the machine's cores, at most 16.
         seed: decides the order and the augmentation.
 
     Raises:
@@ -45,7 +49,7 @@ class DatasetSource(Source):
         batch_size: int,
         drop_last: bool = True,
         collate: Callable[[list[Any]], MicroBatch] | None = None,
-        workers: int = 0,
+        workers: int | Literal["auto"] = 0,
         seed: int = 0,
     ) -> None:
         self._train_set, self._evaluation_set, self._count = train, evaluation, len(cast(Any, train))
@@ -62,10 +66,12 @@ class DatasetSource(Source):
         for size in (self._batch_size, self.fewest_examples(1)):
             slices_of_replica(size, M, replica, replicas, "data.batch_size (or set data.drop_last)")
         start = position or {"epoch": 0, "batch": 0}
-        loaded = self._load(self._train_set, self._keys(start["epoch"], start["batch"], M, replica, replicas))
+        keys, workers = self._keys(start["epoch"], start["batch"], M, replica, replicas), self._loaders(replicas)
+        loaded = self._load(self._train_set, keys, workers)
         numbers = count(start["epoch"] * self._batches + start["batch"] + 1)
         positions = (divmod(number, self._batches) for number in numbers)
-        return (Batch(list(islice(loaded, M)), {"epoch": epoch, "batch": batch}) for epoch, batch in positions)
+        batches = (Batch(list(islice(loaded, M)), {"epoch": epoch, "batch": batch}) for epoch, batch in positions)
+        return read_ahead(batches) if workers else batches
 
     def evaluation(self, M: int) -> Iterator[Batch]:
         """Returns all examples once, in order; the last batch may have fewer micro-batches."""
@@ -78,10 +84,11 @@ class DatasetSource(Source):
         reads ahead fails when it ends ("cannot join current thread"), which would look like a crash.
         """
         every = evaluation_parts(len(cast(Any, self._evaluation_set)), self._batch_size, M)
-        batches = list(islice(every, replica, None, replicas))
-        keys = [[(0, index) for index in part] for parts in batches for part in parts]
-        loaded = self._load(self._evaluation_set, iter(keys))
-        return (Batch(list(islice(loaded, len(parts))), parts[0].start) for parts in batches)
+        mine, workers = list(islice(every, replica, None, replicas)), self._loaders(replicas)
+        keys = [[(0, index) for index in part] for parts in mine for part in parts]
+        loaded = self._load(self._evaluation_set, iter(keys), workers)
+        batches = (Batch(list(islice(loaded, len(parts))), parts[0].start) for parts in mine)
+        return read_ahead(batches) if workers else batches
 
     def fewest_examples(self, micro_batches: int) -> int:
         """Returns the examples of an epoch's smallest micro-batch, which is in its last mini-batch."""
@@ -114,12 +121,24 @@ class DatasetSource(Source):
         seeded = _Seeded(examples, self._seed)
         return self._collate([seeded[key] for key in keys])
 
-    def _load(self, examples: Dataset[Any], keys: Iterator[list[Key]]) -> Iterator[MicroBatch]:
-        """Yields a micro-batch for each list of keys, read in loader processes, or in this one without any."""
-        if not self._workers:
+    def _loaders(self, replicas: int) -> int:
+        """Returns the loader processes of a replica; "auto" divides the cores among those on this machine."""
+        if self._workers != "auto":
+            return self._workers
+        everywhere, here = (int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        replicas_here = -(-replicas * min(here, everywhere) // everywhere)
+        return max(1, min(MOST_WORKERS, usable_cores() // replicas_here))
+
+    def _load(self, examples: Dataset[Any], keys: Iterator[list[Key]], workers: int) -> Iterator[MicroBatch]:
+        """Yields a micro-batch for each list of keys, read in loader processes, or in this one without any.
+
+        Loader processes are two micro-batches ahead each, which can be less than a mini-batch: so callers read ahead.
+        Without them, examples are read in this process, where only the training thread may seed the generators.
+        """
+        if not workers:
             return (self.read(examples, its_keys) for its_keys in keys)
         # Loader processes alone read examples: a file opened before a fork is not safe to read after it.
-        how: dict[str, Any] = {"batch_sampler": keys, "collate_fn": self._collate, "num_workers": self._workers}
+        how: dict[str, Any] = {"batch_sampler": keys, "collate_fn": self._collate, "num_workers": workers}
         seeded = _Seeded(examples, self._seed)
         return iter(DataLoader(seeded, **how, generator=torch.Generator()))  # its default is the one of dropout
 

@@ -61,8 +61,8 @@ class DigitsSource(SquareImages):
         """Reads and enlarges all images, in a few hundredths of a second."""
         with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as stored:
             images, labels = torch.from_numpy(stored["images"]), torch.from_numpy(stored["labels"])
-        side = (self._image_size, self._image_size)
-        self._images = F.interpolate(images[:, None] * (255 / WHITE), side, mode="bilinear", align_corners=False)
+        bright = images[:, None] * (255 / WHITE)
+        self._images = F.interpolate(bright, self._image_size, mode="bilinear", align_corners=False)
         self._labels = labels.to(torch.int64)
 
     def first_images(self, count: int) -> Tensor:
@@ -88,7 +88,9 @@ class DigitsSource(SquareImages):
             for place in range(batch, self._batches):
                 numbers = order[place * self._batch_size : (place + 1) * self._batch_size]
                 # The whole mini-batch at once, so that its division into micro-batches changes no rounding.
-                images = _resample(self._images[numbers], matrices[numbers])
+                plain = self._images[numbers]
+                grid = F.affine_grid(matrices[numbers], list(plain.shape), align_corners=False)
+                images = F.grid_sample(plain, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
                 following = {"epoch": current + (place + 1) // self._batches, "batch": (place + 1) % self._batches}
                 labels = self._labels[numbers]
                 yield Batch([_micro_batch(images[part], labels[part]) for part in slices], following)
@@ -105,9 +107,3 @@ class DigitsSource(SquareImages):
 
 def _micro_batch(images: Tensor, labels: Tensor) -> MicroBatch:
     return (images.round().to(torch.uint8).repeat(1, 3, 1, 1),), (labels,)
-
-
-def _resample(images: Tensor, matrices: Tensor) -> Tensor:
-    """Returns images [n, 1, S, S], each through its own inverse affine map; outside is black."""
-    grid = F.affine_grid(matrices, list(images.shape), align_corners=False)
-    return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)

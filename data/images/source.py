@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,18 +13,15 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.utils.data import Dataset
 
-from ...cpu import usable_cores
 from ...disk import write_whole
 from ...errors import ConfigurationError
 from ...micro_batch import MicroBatch
 from ...typed_section import Count, CountOrZero, Examples, NotNegative, Part, PartAboveZero, Pixels
-from ..source import Batch, Report, read_ahead
+from ..source import Batch, Report
 from ..torch_datasets import DatasetSource, stack_examples
 from .datasets import Name, open_images, read_folder
 from .files import ImageFiles
-from .transforms import Transform, evaluation_transform, mixture, training_transform
-
-MOST_WORKERS = 16  # chosen by "auto": more would only fill the memory with mini-batches
+from .transforms import Mixture, Transform, evaluation_transform, mixture, training_transform
 
 CLASSES = "classes.json"  # in a run's folder of vocabularies: the names of the classes
 
@@ -72,7 +68,7 @@ class ImageSource(SquareImages):
     number of loader processes.
 
     Args:
-        dataset: see `datasets.open_images`.
+        dataset: name of the data set or its form, see `datasets.open_images`.
         classes: number of classes; checked.
         root: the folder that holds the data set.
         folders: the training and the evaluation folder of an image folder.
@@ -82,10 +78,10 @@ class ImageSource(SquareImages):
         batch_size: images of a mini-batch, over all micro-batches and replicas.
         drop_last: leave out an epoch's last images if they do not fill a mini-batch.
         crop_area, flip, brightness, chroma, cutout, rand_augment, random_erasing: see `transforms.training_transform`.
-        mixup, cutmix: see `transforms.mixture`; each training image is then mixed with another of the data set, which
-            is drawn, and targets are the classes' shares, float32 [b, classes], in evaluations too.
+        mixup, cutmix: parameters of `transforms.mixture`. If one is not 0, each training image is mixed with another of
+            the data set, which is drawn, and targets are the classes' shares, float32 [b, classes], in evaluations too.
         evaluation_crop: share of height and width that evaluation keeps.
-        workers: loader processes of a replica; "auto": as many as its share of the machine's cores, at most 16.
+        workers: loader processes of a replica, see `DatasetSource`.
         seed: decides order and augmentation.
     """
 
@@ -121,7 +117,7 @@ class ImageSource(SquareImages):
         self._augmentation = (crop_area, flip, brightness, chroma, cutout, rand_augment, random_erasing)
         self._mixed = (mixup, cutmix, classes) if mixup or cutmix else None
         self._batch_size, self._drop_last, self._seed = batch_size, drop_last, seed
-        self._loaders = workers
+        self._workers = workers
 
     def prepare(self, report: Report) -> None:
         """Finds the images and checks that all are there.
@@ -132,34 +128,16 @@ class ImageSource(SquareImages):
         train, evaluation = open_images(self._dataset, self._root, self._folders, self._held_out, report)
         self._check_counts(train, evaluation)
         self._names, self.class_names = train.fingerprint(), train.class_names
-        augmented = TransformedImages(train, training_transform(self._image_size, *self._augmentation))
-        plain = TransformedImages(evaluation, evaluation_transform(self._image_size, self._evaluation_crop))
-        examples: tuple[Dataset[Any], Dataset[Any]] = augmented, plain
-        if self._mixed is not None:
-            examples = MixedImages(augmented, *self._mixed), MixedImages(plain, 0, 0, self._classes)
-        super().__init__(*examples, self._batch_size, self._drop_last, seed=self._seed)
-
-    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Yields mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
-        self._workers = loader_workers(self._loaders, replicas)
-        return self._ahead(super().train(position, M, replica, replicas))
-
-    def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Yields the mini-batches number replica, replica + replicas, … of `evaluation`; no image is decoded twice."""
-        self._workers = loader_workers(self._loaders, replicas)
-        return self._ahead(super().evaluation_share(M, replica, replicas))
+        classes, mix = (None, None) if self._mixed is None else (self._classes, mixture(*self._mixed))
+        augmentation = training_transform(self._image_size, *self._augmentation)
+        resizing = evaluation_transform(self._image_size, self._evaluation_crop)
+        augmented = TransformedImages(train, augmentation, classes, mix)
+        plain = TransformedImages(evaluation, resizing, classes)
+        super().__init__(augmented, plain, self._batch_size, self._drop_last, None, self._workers, self._seed)
 
     def fingerprint(self) -> str:
         """Returns a digest of the names and labels of the training images."""
         return self._names
-
-    def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Returns the same mini-batches; with loader processes the next ones are made while one is trained on.
-
-        Loader processes are two micro-batches ahead each, which can be less than a mini-batch. Without them,
-        examples are read in this process, where only the training thread may seed the generators.
-        """
-        return read_ahead(batches) if self._workers else batches
 
     def _check_counts(self, train: ImageFiles, evaluation: ImageFiles) -> None:
         """Refuses another number of classes, or of images, than the configuration says."""
@@ -184,7 +162,7 @@ class ImagesOfRun(ImageSource):
         vocabularies: the run's folder, with the names of its classes; runs of earlier releases have none.
         image_size, evaluation_crop, batch_size: as in `ImageSource`.
         files: paths of images without labels.
-        test: in place of them a folder with a folder for each class; labels are the numbers that these have in the run.
+        test: folder with a folder for each class, in place of files; labels are the run's numbers of the classes.
     """
 
     def __init__(
@@ -197,7 +175,7 @@ class ImagesOfRun(ImageSource):
         test: str | None = None,
     ) -> None:
         self._image_size, self._batch_size, self._evaluation_crop = image_size, batch_size, evaluation_crop
-        self._seed, self._loaders, self._files, self._test = 0, "auto", files, test
+        self._seed, self._workers, self._files, self._test = 0, "auto", files, test
         if (kept := Path(vocabularies) / CLASSES).is_file():
             self.class_names = json.loads(kept.read_text(encoding="utf-8"))
 
@@ -225,49 +203,31 @@ class ImagesOfRun(ImageSource):
 # -- in loader processes -----------------------------------------------------------------------------------------------
 
 
-class TransformedImages(Dataset[tuple[Tensor, int]]):
-    """Reads and transforms images; an example is uint8 [3, S, S] and its label.
+class TransformedImages(Dataset[tuple[Tensor, Any]]):
+    """Reads and transforms images; an example is uint8 [3, S, S] and its label, or the shares of the C classes.
 
     Args:
         images: the images to read.
         transform: turns bytes into bytes; draws from torch's global generator.
+        classes: C, to return shares, float32 [C]; None: labels.
+        mix: mixes each image with another that is drawn; None: no image is mixed.
     """
 
-    def __init__(self, images: ImageFiles, transform: Transform) -> None:
-        self._images, self._transform = images, transform
+    def __init__(
+        self, images: ImageFiles, transform: Transform, classes: int | None = None, mix: Mixture | None = None
+    ) -> None:
+        self._images, self._transform, self._classes, self._mix = images, transform, classes, mix
 
     def __len__(self) -> int:
         return len(self._images)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self._transform(self._images.read(index)), int(self._images.labels[index])
-
-
-class MixedImages(Dataset[tuple[Tensor, Tensor]]):
-    """Mixes each image with another that is drawn. Without mixup and cutmix it only turns labels into shares.
-
-    An example is uint8 [3, S, S] and the shares of the classes, float32 [classes].
-    """
-
-    def __init__(self, images: TransformedImages, mixup: float, cutmix: float, classes: int) -> None:
-        self._images, self._classes, self._mix = images, classes, mixture(mixup, cutmix, classes)
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         if self._mix is None:
-            image, label = self._images[index]
-            return image, one_hot(torch.tensor(label), self._classes).float()
-        chosen = (index, int(torch.randint(len(self._images), ())))
-        images, labels = zip(*(self._images[place] for place in chosen), strict=True)
+            image, label = self._transformed(index)
+            return image, label if self._classes is None else one_hot(torch.tensor(label), self._classes).float()
+        chosen = (index, int(torch.randint(len(self), ())))
+        images, labels = zip(*(self._transformed(place) for place in chosen), strict=True)
         return self._mix(torch.stack(images), torch.tensor(labels))
 
-
-def loader_workers(workers: int | str, replicas: int) -> int:
-    """Returns the loader processes of one replica; "auto" divides the cores among the replicas on this machine."""
-    if workers != "auto":
-        return int(workers)
-    everywhere, here = (int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    replicas_here = -(-replicas * min(here, everywhere) // everywhere)
-    return max(1, min(MOST_WORKERS, usable_cores() // replicas_here))
+    def _transformed(self, index: int) -> tuple[Tensor, int]:
+        return self._transform(self._images.read(index)), int(self._images.labels[index])

@@ -82,7 +82,7 @@ def read_tars(tars: Sequence[Path], report: Report, known: Sequence[str] | None 
 
 def _index(tars: Sequence[Path], report: Report) -> Index:
     """Lists the images in tar files, with their labels and places."""
-    rows, longest = list[tuple[bytes, int, int, int, int]](), 1
+    rows = list[tuple[bytes, int, int, int, int]]()
     for number, tar in enumerate(tars):
         report(f"listing the images of {tar}", number, len(tars))
         refuse_pointer(tar)
@@ -100,10 +100,9 @@ def _index(tars: Sequence[Path], report: Report) -> Index:
         if odd := images.keys() ^ classes.keys():
             raise ConfigurationError(f"{tar} has not exactly one image for each {CLASS} file: {in_short(sorted(odd))}")
         for stem, member in images.items():
-            name = os.fsencode(Path(member.name))
-            longest = max(longest, len(name))
-            rows.append((name, classes[stem], number, member.offset_data, member.size))
+            rows.append((os.fsencode(Path(member.name)), classes[stem], number, member.offset_data, member.size))
     report(f"listing the images of {tars[-1]}", len(tars), len(tars))
+    longest = max((len(name) for name, *_ in rows), default=1)
     numbers = [(name, np.int64) for name in ("label", "tar", "first", "size")]
     return np.array(rows, [("name", f"S{longest}"), *numbers])
 

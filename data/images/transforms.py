@@ -66,11 +66,11 @@ Mixture = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """uint8 [2, 3, S, S] and labels int64 [2] to one image, uint8 [3, S, S], and the shares of the classes, float32 [C]."""
 
 
-def mixture(mixup: float, cutmix: float, classes: int) -> Mixture | None:
-    """Returns a function that mixes two images by MixUp, CutMix, or either with equal probability; None: no mixing.
+def mixture(mixup: float, cutmix: float, classes: int) -> Mixture:
+    """Returns a function that mixes two images by MixUp, CutMix, or either with equal probability.
 
     Args:
-        mixup, cutmix: parameter α of the Beta distribution that an image's share is drawn from; 0: never.
+        mixup, cutmix: parameter α of the Beta distribution that an image's share is drawn from; 0: never, one is not 0.
         classes: number C of classes.
     """
     from torchvision.transforms import v2
@@ -78,7 +78,7 @@ def mixture(mixup: float, cutmix: float, classes: int) -> Mixture | None:
     kinds = [
         kind(alpha=alpha, num_classes=classes) for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix)) if alpha
     ]
-    return partial(_mix, kinds) if kinds else None
+    return partial(_mix, kinds)
 
 
 def _mix(kinds: Sequence[Mixture], images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
