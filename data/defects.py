@@ -51,7 +51,7 @@ class Defects:
 
         Args:
             where: its place, as "a.txt, line 3".
-            found: what was found there, in words; None: as `KINDS` says.
+            found: description of what was found there; None: that of `KINDS`.
         """
         self.counts[kind] += 1
         self.first.setdefault(kind, in_utf8(f"{where}: {found or KINDS[kind]}"))

@@ -9,15 +9,15 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PurePath
-from typing import Any, BinaryIO, TypeVar
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import zstandard
 
 from ..disk import refuse_pointer
 from ..errors import ConfigurationError
 from .defects import BadLine
-from .records import ROWS_OF, UNREADABLE, json_array
+from .records import ROWS_OF, json_array
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PACKED = (".gz", ".zst", ".xz", ".bz2")
@@ -33,10 +33,8 @@ ROWS = 1_024  # of a Parquet file, read at once
 LONGEST_WINDOW = 2**31  # bytes; zstd --long=31
 PACKED_BLOCK = 1 << 16  # bytes that are unpacked at once
 
-AnyPath = TypeVar("AnyPath", bound=PurePath)
 
-
-def unpacked(path: AnyPath) -> AnyPath:
+def unpacked(path: Path) -> Path:
     """Returns the name of a file without the ending of its compression."""
     return path.with_suffix("") if path.suffix in PACKED else path
 
@@ -57,7 +55,7 @@ _OF_SPLIT = re.compile(  # a file's name without its endings: "wiki.test", "vali
 )
 
 
-def split_of(path: PurePath, anywhere: bool = False) -> str | None:
+def split_of(path: Path, anywhere: bool = False) -> str | None:
     """Returns "train", "dev" or "test" where a file's name, or else the nearest of its folders, names a split.
 
     Args:
@@ -197,8 +195,6 @@ def texts_in(line: str, names: Sequence[str], key: str) -> list[str]:
         raise BadLine("malformed", f"is no JSON ({error})") from error
     if not isinstance(content, dict):
         raise BadLine("malformed", "is no JSON object")
-    if UNREADABLE in content:
-        raise BadLine("malformed", content[UNREADABLE])
     below = content.get("translation")
     content = {**(below if isinstance(below, dict) else {}), **content}
     texts = {name: text for name, text in content.items() if isinstance(text, str)}
@@ -211,12 +207,3 @@ def texts_in(line: str, names: Sequence[str], key: str) -> list[str]:
         if re.search("[\ud800-\udfff]", texts[name]):  # which JSON can write
             raise BadLine("malformed", "has half of a surrogate pair")
     return [texts[name] for name in names]
-
-
-def language_in(line: bytes, column: str) -> str | None:
-    """Returns the language that a record names in a column, None if it names none."""
-    try:
-        (found,) = texts_in(decoded(line), [column], "data.language_column")
-    except BadLine:
-        return None
-    return found if re.fullmatch(LANGUAGE, found) else None

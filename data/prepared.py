@@ -6,10 +6,9 @@ import logging
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from itertools import starmap
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,8 +19,9 @@ import sentencepiece
 from ..cpu import usable_cores
 from ..disk import whole_file
 from ..parent import die_with_parent
+from .source import Source
+from .vocabulary import EOS, AnyVocabulary, warn_if_smaller
 from .vocabulary import FILES as VOCABULARIES
-from .vocabulary import VocabularySource, warn_if_smaller
 
 SMALL_BYTES = 4 * 2**20  # text that one process prepares before others have started
 
@@ -41,11 +41,27 @@ def stat_of(file: Path) -> list[object]:
     return [str(file.resolve()), found.st_size, found.st_mtime_ns]
 
 
-class PreparedSource(VocabularySource):
-    """Reads a prepared text. `prepare` of a subclass opens its store and calls `_use`."""
+class PreparedSource(Source):
+    """Reads a prepared text. `prepare` of a subclass opens its store and calls `_use`.
 
+    Attributes:
+        reads_ends: True if the model reads an end token after each source text.
+    """
+
+    source_vocabulary: AnyVocabulary
+    target_vocabulary: AnyVocabulary
+    reads_ends = False
     _store: Any  # a `store.Store` or `text.source.TextStore`
     _folder: Path  # of the vocabularies
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the source ids of each text, as the model reads them."""
+        ends = [EOS] if self.reads_ends else []
+        return [[*ids, *ends] for ids in self.source_vocabulary.encode(texts)]
+
+    def decode(self, ids: Sequence[int], after: int = 0) -> str:
+        """Returns the text of target ids, up to the first end token from `after` on."""
+        return self.target_vocabulary.decode(ids, after)
 
     def _use(self, store: Any) -> None:
         """Takes the vocabularies and the counts of defects from an opened store."""
@@ -101,20 +117,17 @@ def in_processes(count: int) -> Iterator[RunAll]:
         yield starmap
         return
     pool = ProcessPoolExecutor(count, get_context("spawn"), die_with_parent, (os.getpid(),))
+
+    def run_all(function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        waiting: deque[Future[Any]] = deque()  # their arguments and results are in memory: two for each process
+        for job in jobs:
+            waiting.append(pool.submit(function, *job))
+            if len(waiting) >= 2 * count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
     try:
-        yield partial(_run_all, pool, 2 * count)
+        yield run_all
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _run_all(
-    pool: ProcessPoolExecutor, most: int, function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]]
-) -> Iterator[Any]:
-    """Yields the results of jobs in order. At most `most` jobs are submitted ahead of the result that is taken."""
-    waiting: deque[Future[Any]] = deque()
-    for job in jobs:
-        waiting.append(pool.submit(function, *job))
-        if len(waiting) >= most:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()

@@ -13,7 +13,6 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import redirect_stdout
 from itertools import chain
 from typing import Any, BinaryIO
 from xml.etree import ElementTree
@@ -21,7 +20,6 @@ from xml.etree import ElementTree
 Row = dict[str, Any]
 Rows = Callable[[BinaryIO], Iterator[Row]]
 
-UNREADABLE = "\0"  # the name under which a record says why it cannot be read
 _MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _DATES = re.compile(rb"PO(T-Creation|-Revision)-Date:")  # of a template, or in words: no dates for babel
 _TEMPLATE = {rb"charset=CHARSET": b"charset=UTF-8", rb"nplurals=INTEGER; plural=EXPRESSION": b"nplurals=2; plural=n!=1"}
@@ -41,19 +39,15 @@ def _dateless(content: bytes) -> io.BytesIO:
 
 
 def _po(file: BinaryIO) -> Iterator[Row]:
-    """Yields the messages of a .po file, and a record for each place that babel could not read."""
+    """Yields the messages of a .po file; babel prints which it cannot read."""
     from babel.messages.pofile import read_po
 
-    content, said = file.read(), io.StringIO()
+    content = file.read()
     if (encoding := _encoding(content)) != "utf-8":
         content = re.sub(rb"charset=[-\w]+", b"charset=UTF-8", content.decode(encoding).encode(), count=1)
     for pattern, mended in _TEMPLATE.items():
         content = re.sub(pattern, mended, content, count=1)
-    with redirect_stdout(said):  # babel prints what it passes over
-        catalogue = read_po(_dateless(content), ignore_obsolete=True)
-    for number in re.findall(r"on line (\d+)", said.getvalue()):
-        yield {UNREADABLE: f"has no message: line {number} of the file"}
-    yield from _messages(catalogue)
+    yield from _messages(read_po(_dateless(content), ignore_obsolete=True))
 
 
 def _mo(file: BinaryIO) -> Iterator[Row]:
@@ -120,12 +114,9 @@ def _csv(file: Any) -> Iterator[Row]:
     first = lines.readline() if told else first
     mark = told[1] if told else max(",;\t|", key=lambda mark: len(next(csv.reader([first], delimiter=mark), ())))
     rows = csv.DictReader(chain([first], lines), delimiter=mark, skipinitialspace=f"{mark} " in first)
-    try:
-        for row in rows:
-            texts = {name.strip(): text for name, text in row.items() if name is not None and text is not None}
-            yield {**texts, **_by_language(pair for pair in texts.items() if _CODE.fullmatch(pair[0]))}
-    except csv.Error as error:
-        raise ValueError(f"line {rows.line_num}: {error}") from error
+    for row in rows:
+        texts = {name.strip(): text for name, text in row.items() if name is not None and text is not None}
+        yield {**texts, **_by_language(pair for pair in texts.items() if _CODE.fullmatch(pair[0]))}
 
 
 def json_array(file: BinaryIO) -> Iterator[Row]:

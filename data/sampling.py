@@ -43,8 +43,8 @@ class TemperatureSampler:
     collection, however large the collection is.
 
     Args:
-        blocks: for each collection, the number of items in each of its blocks; none is empty.
-        temperature: see `temperature_shares`.
+        blocks: number of items in each block of each collection; none is 0.
+        temperature: T of `temperature_shares`.
         chunk: items per chunk.
         seed: decides the order.
     """
@@ -121,32 +121,21 @@ class EvenSample(Generic[Item]):
         wanted: number of items to keep; up to twice as many are kept.
 
     Attributes:
-        kept: items, each with its number in the sequence, from 0.
+        kept: the items of the sample.
+        total: number of items of the sequence so far.
     """
 
     def __init__(self, wanted: int) -> None:
-        self.stride, self.total = 1, 0
-        self._most = max(1, 2 * wanted)
-        self.kept: list[tuple[int, Item]] = []
+        self.kept: list[Item] = []
+        self.total, self._stride, self._most = 0, 1, max(1, 2 * wanted)
 
-    @property
-    def items(self) -> list[Item]:
-        return [item for _, item in self.kept]
-
-    def places(self, count: int) -> range:
-        """Returns which of the next `count` items belong to the sample, counted from 0."""
-        return range(-self.total % self.stride, count, self.stride)
-
-    def keep(self, place: int, item: Item) -> None:
-        """Keeps the item at one of the places that `places` returned."""
-        self.kept.append((self.total + place, item))
-
-    def go_on(self, count: int) -> None:
-        """Moves on by `count` items; thins the sample if it has become too large."""
-        self.total += count
+    def extend(self, items: Sequence[Item]) -> None:
+        """Goes through the next items of the sequence; thins the sample if it has become too large."""
+        self.kept += items[-self.total % self._stride :: self._stride]
+        self.total += len(items)
         while len(self.kept) > self._most:
-            self.stride *= 2
-            self.kept = [entry for entry in self.kept if entry[0] % self.stride == 0]
+            self._stride *= 2
+            self.kept = self.kept[::2]
 
 
 # -- mini-batches ------------------------------------------------------------------------------------------------------

@@ -38,12 +38,13 @@ class Batch:
 
 
 class HeldOutSample(NamedTuple):
-    """Holds a sentence to translate; `source_ids` ends with the end token, as the model reads it."""
+    """Holds a sentence of "dev" or "test"; `source_ids` ends with the end token, as the model reads it."""
 
+    split: str
     language: str
     source: str
     reference: str
-    source_ids: list[int]
+    source_ids: Sequence[int] = ()
 
 
 class Source(ABC):
@@ -52,8 +53,8 @@ class Source(ABC):
     Attributes:
         pad_id, bos_id, eos_id: token ids, for generation.
         sizes: training pairs of each language, for averages of scores over languages.
-        evaluation_split: which held-out sentences are translated, "dev" or "test".
-        evaluation_per_language: how many of them of each language; None: all.
+        evaluation_split: name of the held-out sentences that are translated, "dev" or "test".
+        evaluation_per_language: number of them of each language; None: all.
         prepared_defects: counts of what `prepare` found broken or left out, for summary.json; equal on every replica.
     """
 
@@ -195,18 +196,14 @@ def slices_of_replica(count: int, M: int, replica: int, replicas: int, key: str)
     return split_evenly(count, M * replicas)[replica * M : (replica + 1) * M]
 
 
-def random_words(count: int, *key: object) -> npt.NDArray[np.uint64]:
-    """Returns `count` random 64-bit words that depend on `key` alone, on every platform and numpy version."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
-    return np.asarray(np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count), np.uint64)
-
-
 def permutation(count: int, *key: object) -> npt.NDArray[np.int64]:
     """Returns a shuffled `range(count)` that depends on `key` alone, on every platform and numpy version.
 
     It sorts raw Philox words: numpy promises never to change these, but not the results of `Generator.permutation`.
     """
-    return np.argsort(random_words(count, *key), kind="stable")
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
+    words = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count)
+    return np.argsort(words, kind="stable")
 
 
 def read_ahead(items: Iterator[T], depth: int = 2) -> Iterator[T]:

@@ -2,7 +2,7 @@
 
     store.json                      languages, the parts that were shuffled, counts of lengths, defects of the text
     source.model, target.model      vocabularies, or .json; none of the target if both sides share one
-    held_out.jsonl                  [split, language, item, source, target] in each line
+    held_out.jsonl                  [split, language, source, reference] in each line
     ids                             uint16 or uint32: source ids, then target ids, of one pair after the other
     ends                            int64: 0, and where each of these sequences ends in ids
 
@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,10 @@ from ..json_files import json_rows, read_json
 from .cache import append, open_array
 from .defects import Defects
 from .sampling import width_of
-from .source import fingerprint_of
+from .source import HeldOutSample, fingerprint_of
 from .vocabulary import FILES, read_both
 
-FORMAT = 5  # raised when the same parameters would give other bytes
+FORMAT = 6  # raised when the same parameters would give other bytes
 IDS, ENDS, HELD_OUT = "ids", "ends", "held_out.jsonl"
 LONGEST = 65_535  # tokens of a sentence: lengths are stored in two bytes
 BLOCK = 65_536  # pairs that are read together, in random order; the order of the largest block is held in memory
@@ -46,16 +46,6 @@ Numbers = npt.NDArray[np.int64]
 def token_kind(*vocabularies: Sized) -> TokenKind:
     """Returns the type of the ids in a store: ids above 65,535 need four bytes."""
     return np.uint32 if max(map(len, vocabularies)) > 65_536 else np.uint16
-
-
-class HeldOutPair(NamedTuple):
-    """Holds a held-out sentence; `item` is its number, equal for languages that translate the same English."""
-
-    split: str
-    language: str
-    item: int
-    source: str
-    target: str
 
 
 @dataclass(frozen=True)
@@ -141,9 +131,9 @@ class Store:
         source, target = (zip(bounds[side], bounds[side + 1], strict=True) for side in (0, 1))
         return [self._ids[first:last] for first, last in source], [self._ids[first:last] for first, last in target]
 
-    def held_out(self, split: str) -> Iterator[HeldOutPair]:
-        """Yields all held-out sentences of "dev" or "test", language after language."""
-        return (pair for pair in json_rows(self.folder / HELD_OUT, HeldOutPair) if pair.split == split)
+    def held_out(self, split: str) -> Iterator[HeldOutSample]:
+        """Yields all held-out sentences of "dev" or "test", language after language, without their ids."""
+        return (sample for sample in json_rows(self.folder / HELD_OUT, HeldOutSample) if sample.split == split)
 
 
 def interleave(pairs: Sequence[Sequence[Sequence[int]]], kind: TokenKind) -> Pairs:
@@ -154,10 +144,11 @@ def interleave(pairs: Sequence[Sequence[Sequence[int]]], kind: TokenKind) -> Pai
 
 
 def shuffled(tokens: Tokens, lengths: Lengths, order: Numbers) -> Pairs:
-    """Returns the pairs in the given order; for tokens and lengths see `interleave`."""
-    ends = np.cumsum(lengths.sum(1, dtype=np.int64)).tolist()
-    of_pairs = [tokens[first:last] for first, last in pairwise([0, *ends])]
-    return np.concatenate([tokens[:0], *(of_pairs[pair] for pair in order.tolist())]), lengths[order]
+    """Returns the pairs of these numbers, in their order; for tokens and lengths see `interleave`."""
+    sizes = lengths.sum(1, dtype=np.int64)
+    ends = np.cumsum(sizes)
+    bounds = zip((ends - sizes)[order].tolist(), ends[order].tolist(), strict=True)
+    return np.concatenate([tokens[first:last] for first, last in bounds]), lengths[order]
 
 
 class StoreWriter:
@@ -188,9 +179,9 @@ class StoreWriter:
         append(self._folder / IDS, tokens)
         self._tokens += len(tokens)
 
-    def finish(self, held_out: Sequence[HeldOutPair], defects: Defects, block: int = BLOCK, lines: int = 0) -> None:
+    def finish(self, held_out: Sequence[HeldOutSample], defects: Defects, block: int = BLOCK, lines: int = 0) -> None:
         """Writes the held-out pairs, and store.json, see `StoreDescription`."""
-        rows = "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in held_out)
+        rows = "".join(json.dumps(sample[:4], ensure_ascii=False) + "\n" for sample in held_out)
         (self._folder / HELD_OUT).write_text(rows, encoding="utf-8")
         summaries = {
             code: {"shards": of.shards, "widths": {width: of.widths[width] for width in sorted(of.widths, key=int)}}

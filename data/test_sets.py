@@ -1,4 +1,4 @@
-"""Yields a test set for a trained model, with the run's own vocabulary: `gpipe-eval RUN test=FILE|FOLDER`.
+"""Reads text with the vocabularies of a run: a test set (`gpipe-eval RUN test=FILE|FOLDER`), or what a user types.
 
 Nothing is prepared or kept, and nothing is trained on: `train` yields one mini-batch, which shows the shapes.
 """
@@ -16,29 +16,36 @@ import torch
 from ..errors import ConfigurationError
 from .defects import Defects
 from .parallel.folders import pairs_to_test
-from .parallel.preparation import held_out_pair, read_pieces, readable
+from .parallel.preparation import read_pieces, usable_lines
 from .parallel.source import ParallelTextSource
-from .source import Batch, Report
-from .store import HeldOutPair
+from .source import Batch, HeldOutSample, Report, Source
 from .text.files import documents, find_texts
 from .text.source import TextFilesSource
 from .tree import in_short
-from .vocabulary import EXAMPLE, PAD, read_both, read_vocabulary, vocabulary_file
+from .vocabulary import PAD, read_both, read_vocabulary, vocabulary_file
+
+EXAMPLE = (8, 16)  # sentences and tokens of the only mini-batch, by which the model's costs are counted
 
 
-class PairsToTest(ParallelTextSource):
+class PairsOfRun(ParallelTextSource):
     """Yields the sentence pairs of files of any form that `parallel_text` reads, all of each language.
 
     Args:
-        test: a file, or a folder; in a folder those that are named test, if there are any.
         vocabularies: the folder of the run's vocabularies.
+        test: a file, or a folder; in a folder those that are named test, if there are any; None: no pairs.
         keys: `target`, `languages`, `columns` and `max_length` of the run. If there is one language, files whose names
             say none are of it. Longer pairs are left out, and counted.
+
+    Raises:
+        ConfigurationError: a vocabulary is damaged.
     """
 
-    def __init__(self, test: str, vocabularies: str, **keys: Any) -> None:
+    typical_micro_batch = Source.typical_micro_batch
+
+    def __init__(self, vocabularies: str, test: str | None = None, **keys: Any) -> None:
         super().__init__(evaluation_split="test", evaluation_per_language=None, **keys)
-        self._test, self._folder = Path(test), Path(vocabularies)
+        self._test, self._folder, self._samples = test, Path(vocabularies), list[HeldOutSample]()
+        self.source_vocabulary, self.target_vocabulary = read_both(self._folder)
 
     def prepare(self, report: Report) -> None:
         """Reads the pairs.
@@ -46,23 +53,26 @@ class PairsToTest(ParallelTextSource):
         Raises:
             ConfigurationError: there are none, or their language is not known.
         """
-        self.source_vocabulary, self.target_vocabulary = read_both(self._folder)
-        pairs, defects, languages = list[HeldOutPair](), Defects(), self.text.languages
+        if self._test is None:
+            return
+        samples, defects, languages = list[HeldOutSample](), Defects(), self.text.languages
+        vocabularies = self.source_vocabulary, self.target_vocabulary
         only = languages[0] if languages is not None and len(languages) == 1 else None
-        for files in pairs_to_test(self._test, self.text.target, only, self._columns):
-            for piece in read_pieces(files, self.text.piece):
-                pairs += (held_out_pair("test", piece, line) for line in readable(piece, self._max_length, defects))
-        if not pairs:
+        for files in pairs_to_test(Path(self._test), self.text.target, only, self._columns):
+            for rows in read_pieces(files, self.text.piece):
+                lines = usable_lines(files, rows, vocabularies, self._max_length, defects)
+                samples += [HeldOutSample("test", files.language, line.source, line.target) for line, _ in lines]
+        if not samples:
             why = defects.in_words() or "it is empty"
             raise ConfigurationError(f"test={self._test}: no pair of texts in it ({why})")
-        counts = Counter(pair.language for pair in pairs)
-        told = ", ".join(f"{count:,} from {code}" for code, count in counts.most_common(8))
+        counts = Counter(sample.language for sample in samples).most_common()
+        told = in_short([f"{count:,} from {code}" for code, count in counts], 8)
         left_out = f"; left out: {defects.in_words()}" if defects.counts else ""
-        report(f"pairs of test={self._test} ({told}{', …' * (len(counts) > 8)}{left_out})", len(pairs), len(pairs))
-        self._found_pairs = sorted(pairs, key=attrgetter("language"))
+        report(f"pairs of test={self._test} ({told}{left_out})", len(samples), len(samples))
+        self._samples = sorted(samples, key=attrgetter("language"))
 
-    def _held_out_pairs(self, split: str) -> Iterator[HeldOutPair]:
-        return iter(self._found_pairs)
+    def _held_out_pairs(self, split: str) -> Iterator[HeldOutSample]:
+        return iter(self._samples)
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields one mini-batch, which shows the shapes."""
@@ -70,16 +80,21 @@ class PairsToTest(ParallelTextSource):
         yield Batch([((tokens, tokens), (tokens,))] * M, None)
 
 
-class TextToTest(TextFilesSource):
+class TextOfRun(TextFilesSource):
     """Yields all windows of a text, for the perplexity of a language model.
 
     Args:
-        test: a file, or a folder; in a folder those that are named test, if there are any.
         vocabularies: the folder of the run's vocabulary.
+        test: a file, or a folder; in a folder those that are named test, if there are any; None: no text.
         keys: those of the run that say how the text is read and divided, see `TextFilesSource`.
+
+    Raises:
+        ConfigurationError: the vocabulary is damaged.
     """
 
-    def __init__(self, test: str, vocabularies: str, **keys: Any) -> None:
+    typical_micro_batch = Source.typical_micro_batch
+
+    def __init__(self, vocabularies: str, test: str | None = None, **keys: Any) -> None:
         super().__init__(None, evaluation_windows=None, **keys)
         self._test, self._folder = test, Path(vocabularies)
         self.source_vocabulary = read_vocabulary(vocabulary_file(self._folder), self.form.end_token)
@@ -91,6 +106,8 @@ class TextToTest(TextFilesSource):
         Raises:
             ConfigurationError: there is none.
         """
+        if self._test is None:
+            return
         splits = find_texts(self._test, "test", None)
         files = splits.get("test") or list(chain.from_iterable(splits.values()))
         defects, ids = Defects(), list[int]()

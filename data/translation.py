@@ -19,7 +19,7 @@ from ..micro_batch import MicroBatch
 from .prepared import PreparedSource
 from .sampling import TemperatureSampler, dealt, least_pairs, micro_batches, temperature_shares, width_of
 from .source import Batch, HeldOutSample, evaluation_parts, permutation, read_ahead, slices_of_replica
-from .store import HeldOutPair, Store
+from .store import Store
 from .vocabulary import BOS, EOS, PAD
 
 CHUNK_BATCHES = 64  # mini-batches whose pairs are sorted by length together
@@ -40,7 +40,7 @@ class PairSource(PreparedSource):
 
     Args:
         batch_size: sentence pairs of a mini-batch, over all micro-batches and replicas.
-        batch_tokens: if given, a mini-batch has about this many target tokens instead, without padding.
+        batch_tokens: target tokens of a mini-batch, about, without padding; None: batch_size decides.
         temperature: languages are drawn with p ∝ pairs^(1/temperature).
         max_length: tokens of the longest sequence, with its end token.
         evaluation_per_language: held-out sentences of each language in `evaluation`; None: all.
@@ -119,17 +119,14 @@ class PairSource(PreparedSource):
         languages = groupby(self._held_out_pairs(split), attrgetter("language"))
         chosen = [pair for code, pairs in languages for pair in self._chosen(code, list(pairs), per_language)]
         sources = self.encode([pair.source for pair in chosen])
-        return [
-            HeldOutSample(pair.language, pair.source, pair.target, ids)
-            for pair, ids in zip(chosen, sources, strict=True)
-            if len(ids) <= self._max_length
-        ]
+        samples = [pair._replace(source_ids=ids) for pair, ids in zip(chosen, sources, strict=True)]
+        return [sample for sample in samples if len(sample.source_ids) <= self._max_length]
 
-    def _held_out_pairs(self, split: str) -> Iterator[HeldOutPair]:
+    def _held_out_pairs(self, split: str) -> Iterator[HeldOutSample]:
         """Yields all held-out pairs, language after language."""
         return self._store.held_out(split)
 
-    def _chosen(self, code: str, pairs: list[HeldOutPair], per_language: int | None) -> list[HeldOutPair]:
+    def _chosen(self, code: str, pairs: list[HeldOutSample], per_language: int | None) -> list[HeldOutSample]:
         """Returns the language's pairs to use: consecutive ones; behind the last comes the first."""
         if per_language is None:
             return pairs

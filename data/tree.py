@@ -14,7 +14,7 @@ def files_below(
     """Yields the files in and below a folder, sorted, without hidden ones and links to folders above.
 
     Args:
-        folder: if it is not there, it has no files.
+        folder: path of the folder; one that is not there has no files.
         is_data: returns whether a file of this name is read; links of other names may lead nowhere.
         above: the real paths of the folders that lead to this one.
 

@@ -1,4 +1,4 @@
-"""Trains, reads and keeps vocabularies, and defines the sources that encode and decode text by them.
+"""Trains and reads vocabularies, which encode and decode text.
 
 A vocabulary is a SentencePiece unigram model (Kudo & Richardson, 2018), or a tokenizer.json. A model that translates
 knows padding, the unknown piece, beginning and end by the ids 0 to 3; those of a vocabulary made elsewhere come after.
@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ import sentencepiece
 
 from ..disk import read_bytes, refuse_pointer
 from ..errors import ConfigurationError
-from .source import Batch, Source
 
 PAD, UNKNOWN, BOS, EOS = SPECIAL = 0, 1, 2, 3
 SIDES = ("source", "target")
@@ -28,7 +27,6 @@ FILES = (TOKENIZER, *(f"{side}{ending}" for side in SIDES for ending in (".model
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line feeds
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|im_end|>", "[SEP]", "<|eot_id|>")  # of a document
 BLANKS = str.maketrans("\t\n\r", "   ")  # inside a text
-EXAMPLE = (8, 16)  # sentences and tokens of the only batch, by which the model's costs are counted
 
 Normalization = Literal["identity", "nmt_nfkc"]
 """SentencePiece's rule by which texts change before they become pieces, for good: a decoded text has the changes."""
@@ -259,7 +257,7 @@ def read_vocabulary(path: Path, end_token: str | None = None, of_pairs: bool = F
     """Returns the vocabulary of a file: a tokenizer.json, or a SentencePiece .model.
 
     Args:
-        end_token, of_pairs: see `TokenizerFile`.
+        end_token, of_pairs: arguments of `TokenizerFile`.
 
     Raises:
         ConfigurationError: it is neither, or damaged.
@@ -285,62 +283,3 @@ def require_room(key: str, size: int, tokenizer: object, vocabulary: Sized) -> N
             f"data.{key}={size}, but data.tokenizer={tokenizer} has ids up to {ids - 1}: use data.{key}={ids}, which "
             "the model reads"
         )
-
-
-# -- sources -----------------------------------------------------------------------------------------------------------
-
-
-class VocabularySource(Source):
-    """Encodes and decodes text by its vocabularies.
-
-    Attributes:
-        reads_ends: whether the model reads an end token after each source text.
-    """
-
-    source_vocabulary: AnyVocabulary
-    target_vocabulary: AnyVocabulary
-    reads_ends = False
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the source ids of each text, as the model reads them."""
-        ends = [EOS] if self.reads_ends else []
-        return [[*ids, *ends] for ids in self.source_vocabulary.encode(texts)]
-
-    def decode(self, ids: Sequence[int], after: int = 0) -> str:
-        """Returns the text of target ids, up to the first end token from `after` on."""
-        return self.target_vocabulary.decode(ids, after)
-
-
-class VocabulariesOnly(VocabularySource):
-    """Encodes and decodes text without a corpus. It yields one mini-batch, which shows the shapes.
-
-    Args:
-        vocabularies: the folder of a run, see `PreparedSource.keep_vocabularies`.
-        sequence_length: tokens of an example of a language model; None: the run translates.
-        end_token: see `TokenizerFile`.
-
-    Raises:
-        ConfigurationError: a vocabulary is damaged.
-    """
-
-    def __init__(self, vocabularies: str, sequence_length: int | None = None, end_token: str | None = None) -> None:
-        import torch  # imported late: `vocabulary_file` does not need it
-
-        folder = Path(vocabularies)
-        if sequence_length is None:
-            self.pad_id, self.bos_id, self.eos_id, self.reads_ends = PAD, BOS, EOS, True
-            self.source_vocabulary, self.target_vocabulary = read_both(folder)
-            tokens = torch.full(EXAMPLE, PAD)
-        else:
-            self.source_vocabulary = self.target_vocabulary = read_vocabulary(vocabulary_file(folder), end_token)
-            self.eos_id = self.source_vocabulary.eos_id
-            tokens = torch.full((1, sequence_length), self.eos_id)
-        self._example = ((tokens, tokens) if sequence_length is None else (tokens,)), (tokens,)
-
-    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Yields the one mini-batch."""
-        yield Batch([self._example] * M, None)
-
-    def evaluation(self, M: int) -> Iterator[Batch]:
-        """Yields nothing."""
-        yield from ()

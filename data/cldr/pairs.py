@@ -212,19 +212,19 @@ def train_pairs(code: str, count: int, seed: int) -> list[Pair]:
     return [Pair(source, target) for source, target in targets.items()]
 
 
-def held_out_pairs(code: str, split: str, seed: int) -> list[tuple[int, str, str]]:
-    """Returns item number, sentence and English of the 300 items of "dev" or "test", the same for every language.
+def held_out_pairs(code: str, split: str, seed: int) -> list[Pair]:
+    """Returns the pairs of the 300 items of "dev" or "test", which are the same for every language.
 
     Items that the language cannot express, or that equal their English, are left out.
     """
     english, strings = locale_strings("en"), locale_strings(code)
     known = inventory_keys(unambiguous_inventory(code))
-    found: dict[str, tuple[int, str, str]] = {}
-    for number, item in enumerate(held_out_items(split, seed)):
+    found: dict[str, Pair] = {}
+    for item in held_out_items(split, seed):
         target, source = render(item, english), render(item, strings)
         if target is None or source is None or source == target or not known.issuperset(used_keys(item)):
             continue
-        found.setdefault(source, (number, source, target))
+        found.setdefault(source, Pair(source, target))
     return list(found.values())
 
 

@@ -8,13 +8,12 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from ...cpu import usable_cores
@@ -24,8 +23,8 @@ from ..cache import made_folder
 from ..defects import Defects
 from ..prepared import PreparedSource, digest_of, in_processes
 from ..sampling import temperature_shares
-from ..source import Report, permutation
-from ..store import FORMAT, LONGEST, HeldOutPair, Store, StoreWriter, interleave, token_kind
+from ..source import HeldOutSample, Report, permutation
+from ..store import FORMAT, LONGEST, Store, StoreWriter, interleave, token_kind
 from ..translation import PairSource
 from ..vocabulary import BOS, EOS, PAD, Vocabulary, train_vocabulary, warn_if_smaller
 from ..windows import WindowSource
@@ -35,7 +34,6 @@ from .strings import cldr_version
 
 log = logging.getLogger(__name__)
 
-PACKED_AT_ONCE = 20_000  # pairs
 VOCABULARY_PAIRS = 56_000  # given to SentencePiece: more cost time and change little
 VOCABULARY_TEMPERATURE = 5.0
 SMALL = 50_000  # pairs, which one process composes in about two seconds
@@ -65,7 +63,7 @@ class CorpusParameters:
 def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Report) -> Store:
     """Returns the corpus; builds it first if it is not in the cache (about 25 s on two cores for all 102 languages).
 
-    Warns if the vocabulary is smaller than asked for, or if more than one pair in a thousand was too long.
+    Warns if the vocabulary is smaller than asked for.
 
     Raises:
         ConfigurationError: the vocabulary size does not fit the corpus, or `max_length` leaves a language no pair.
@@ -74,28 +72,23 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
     make = partial(_build, parameters, report=report)
     store = Store(made_folder(cache_dir, parameters.folder(), make, report))
     warn_if_smaller("vocabulary", parameters.vocabulary, store.source_vocabulary, log)
-    used, left_out = sum(store.sizes.values()), store.defects.counts["too_long"]
-    if 1_000 * left_out > used:
-        counts = f"{left_out:,} of {used + left_out:,} pairs"
-        log.warning("%s are left out: longer than data.max_length=%d tokens", counts, parameters.max_length)
     return store
 
 
 def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:
     """Composes the pairs, trains the vocabulary, and writes the store into a folder."""
     sizes, seed, corpus = parameters.sizes, parameters.seed, dict[str, list[Pair]]()
-    small = sum(sizes.values()) < SMALL
-    with in_processes(1 if small else usable_cores()) as run_all:  # their number changes no byte
+    with in_processes(1 if sum(sizes.values()) < SMALL else usable_cores()) as run_all:  # their number changes no byte
         drawn = run_all(train_pairs, [(code, size, seed) for code, size in sizes.items()])
         for code, pairs in zip(sizes, drawn, strict=True):
             report("translation corpus: sentences", len(corpus), len(sizes))
             corpus[code] = pairs
         jobs = [(code, split, seed) for split in ("dev", "test") for code in sizes]
         found = zip(jobs, run_all(held_out_pairs, jobs), strict=True)
-        held_out = [HeldOutPair(split, code, *pair) for (code, split, _), pairs in found for pair in pairs]
+        held_out = [HeldOutSample(split, code, *pair) for (code, split, _), pairs in found for pair in pairs]
     report("translation corpus: vocabulary", 0, 1)
-    sentences, smaller = _vocabulary_sentences(corpus), parameters.smaller_vocabulary
-    model = train_vocabulary(sentences, parameters.vocabulary, smaller=smaller)
+    sentences = _vocabulary_sentences(corpus)
+    model = train_vocabulary(sentences, parameters.vocabulary, smaller=parameters.smaller_vocabulary)
     (folder / "source.model").write_bytes(model)
     vocabulary, writer, defects = Vocabulary(model), StoreWriter(folder), Defects()
     for code, pairs in corpus.items():
@@ -220,14 +213,12 @@ class TextSource(WindowSource, PreparedSource):
         store = open_store(self.parameters, self._cache_dir, report)
         self._use(store)
         order = permutation(sum(store.sizes.values()), self._seed, "stream")
-        pieces, end = list[npt.NDArray[Any]](), np.array([EOS], np.uint16)
-        for first in range(0, len(order), PACKED_AT_ONCE):
-            report("text: one stream of tokens", first, len(order))
-            for texts in zip(*store.gather(order[first : first + PACKED_AT_ONCE]), strict=True):
-                pieces += [part for ids in texts for part in (ids, end)]
-        self._training = np.concatenate(pieces)
+        report("text: one stream of tokens", 0, 0)
+        texts = chain.from_iterable(zip(*store.gather(order), strict=True))  # a sentence, its English, the next …
+        end = np.array([EOS], np.uint16)
+        self._training = np.concatenate([part for ids in texts for part in (ids, end)])
         self._require_a_window()
         languages = groupby(store.held_out("dev"), attrgetter("language"))
         chosen = [pair for _, pairs in languages for pair in islice(pairs, self._evaluation_per_language)]
-        ids = self.encode([text for pair in chosen for text in (pair.source, pair.target)])
+        ids = self.encode([text for pair in chosen for text in (pair.source, pair.reference)])
         self._held_out = np.array([token for of_text in ids for token in (*of_text, EOS)], np.int64)

@@ -14,9 +14,9 @@ Each file may be compressed: .gz, .zst, .xz or .bz2. Several corpora of one lang
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +31,6 @@ from ..lines import (
     SPLITS,
     ending_of,
     has_records,
-    language_in,
     reading,
     split_of,
     unpacked,
@@ -70,7 +69,6 @@ class PairFiles:
 
     Attributes:
         columns: names of source and target in each record of a table.
-        language_column: name of the language in a table of several, which chooses its records.
         turned: a table of two columns has the target first, as its name has.
     """
 
@@ -79,7 +77,6 @@ class PairFiles:
     source: Path
     target: Path | None
     columns: tuple[str, str] | None = None
-    language_column: str | None = None
     turned: bool = False
 
     @property
@@ -93,7 +90,6 @@ def find_pairs(
     target: str,
     named: Mapping[str, Files] | None = None,
     columns: Sequence[str] | None = None,
-    language_column: str | None = None,
 ) -> list[PairFiles]:
     """Returns the corpora under `root`, language after language, train before dev before test.
 
@@ -102,7 +98,6 @@ def find_pairs(
         target: the language of the translations.
         named: files of each split that take the place of those that are found; their paths begin at `root`.
         columns: names of source and target in records; None: the languages.
-        language_column: name of the language in records; None: their file or folder names it.
 
     Raises:
         ConfigurationError: the folder, a file or a language is missing, or there is no text.
@@ -111,7 +106,7 @@ def find_pairs(
     folder = Path(root or "").expanduser()
     refuse_dead_links([folder])
     seen = [] if root is None else [Path(file) for file in files_below(folder, _NAME.match)]
-    found = [pair for pair in _found(folder, seen, target, only, language_column) if pair.split not in named]
+    found = [*_found(folder, seen, target, only, named)]
     for split, files in named.items():
         found += _named(folder.absolute(), split, files, target)
     pairs: dict[tuple[str, str, Path], PairFiles] = {}
@@ -136,15 +131,12 @@ def find_pairs(
         if missing := [name for name in names if name not in trained]:
             others = f"into '{target}', only from {', '.join(trained)}"
             raise ConfigurationError(f"{key}: {where} has no training text from '{missing[0]}' {others}")
-    order = {key: place for place, key in enumerate(product(wanted, ("train", "dev", "test")))}
     chosen = [pair for pair in pairs.values() if pair.language in wanted]
-    chosen.sort(key=lambda pair: order[pair.language, pair.split])
-    return [_with_columns(pair, target, columns, language_column) for pair in chosen]
+    chosen.sort(key=lambda pair: (wanted.index(pair.language), ("train", "dev", "test").index(pair.split)))
+    return [_with_columns(pair, target, columns) for pair in chosen]
 
 
-def _tell_of_others(
-    folder: Path, seen: Sequence[Path], pairs: Sequence[PairFiles], known: Sequence[str], target: str
-) -> None:
+def _tell_of_others(folder: Path, seen: list[Path], pairs: list[PairFiles], known: list[str], target: str) -> None:
     """Warns of files of pairs whose language is not known, and of those that end like a side and are in no pair."""
     used = {file.absolute() for pair in pairs if pair.language in known for file in pair.files}
     unused = {file.absolute() for pair in pairs for file in pair.files} - used
@@ -171,21 +163,19 @@ def pairs_to_test(path: Path, target: str, only: str | None, columns: Sequence[s
     folder, seen = path, [Path(file) for file in files_below(path, _NAME.match)]
     if path.is_file():
         folder, seen = path.parent, [path]
-    found = [*_found(folder, seen, target, only, None)] or [*_of_any_name(path, target, only)]
+    found = [*_found(folder, seen, target, only, ())] or [*_of_any_name(path, target, only)]
     if not found:
         raise ConfigurationError(f"test={path}: no pairs of texts into '{target}'. Expected {LAYOUTS}")
     chosen = [pair for pair in found if pair.split == "test"] or found
     return [_with_columns(pair, target, columns) for pair in chosen]
 
 
-def _with_columns(
-    pair: PairFiles, target: str, columns: Sequence[str] | None, language_column: str | None = None
-) -> PairFiles:
+def _with_columns(pair: PairFiles, target: str, columns: Sequence[str] | None) -> PairFiles:
     """Returns the corpus, with the names of its columns if it is a table of records."""
     if pair.target is not None or not has_records(pair.source):
         return pair
     names = columns or columns_of(pair.source, pair.language, target)
-    return replace(pair, columns=(names[0], names[1]), language_column=language_column)
+    return replace(pair, columns=(names[0], names[1]))
 
 
 def _of_any_name(path: Path, target: str, only: str | None) -> Iterator[PairFiles]:
@@ -217,8 +207,6 @@ def _named(folder: Path, split: str, files: Files, target: str) -> Iterator[Pair
         for name in [names] if isinstance(names, str) else names:
             if not isinstance(name, str):
                 source, other = (_matching(folder, side, key)[0] for side in name)
-                if ending_of(source) in ROWS_OF:
-                    raise ConfigurationError(f"{key}: {source} holds both sides: name it alone, as [{name[0]}]")
                 yield PairFiles(language, split, source, other)
                 continue
             for source in _matching(folder, name, key):
@@ -260,24 +248,26 @@ def _plain_or_packed(path: Path) -> Path | None:
 # -- files that are found ----------------------------------------------------------------------------------------------
 
 
-def _found(root: Path, paths: Iterable[Path], target: str, only: str | None, column: str | None) -> Iterator[PairFiles]:
+def _found(
+    root: Path, paths: Iterable[Path], target: str, only: str | None, without: Collection[str]
+) -> Iterator[PairFiles]:
     """Yields the corpora among files: pairs of a side and the other beside it, and tables.
 
     Args:
         only: the language of tables that say none; None: these are refused.
-        column: the column that names the language in each record; None: names of files do.
+        without: splits that are passed over.
     """
     for path in paths:
         split = split_of(path.relative_to(root), anywhere=True) or "train"
         match, ending = _NAME.match(path.name), ending_of(path).removeprefix(".")
+        if split in without or (ending == "mo" and path.with_suffix(".po").exists()):
+            continue
         if match is not None and ending not in _TABLES:
             other = _plain_or_packed(path.with_name(path.name[: match.start("ending")] + target))
             # OPUS puts NAME.de-en.xml and NAME.de-en.ids beside the two sides.
             is_side = match["corpus"] is None or re.search(rf"^{ending}-|-{ending}$", match["corpus"])
             if is_side and ending != target and other is not None:
                 yield PairFiles(ending, split, path, other)
-        elif column is not None and has_records(path):
-            yield from (PairFiles(language, split, path, None) for language in _languages_in(path, column, target))
         elif match is not None or f".{ending}" in (*CATALOGUES, MEMORY):
             folder = "" if path.parent == root else path.parent.name
             named = "" if match is None else match["corpus"] or match["pair"] or folder
@@ -292,7 +282,7 @@ def _languages_of(path: Path, named: str, target: str, only: str | None) -> list
 
     Args:
         named: name of the pair or the folder, as "de-en", "en-de" or "de".
-        only: the language of files that say none; None: they are refused, catalogues left out.
+        only: the language of files that say none; None: they are refused.
     """
     for other in (named.removesuffix(f"-{target}"), named.removeprefix(f"{target}-")):
         if other not in ("", named):
@@ -306,21 +296,17 @@ def _languages_of(path: Path, named: str, target: str, only: str | None) -> list
             names = {name for line in islice(lines, FIRST_UNITS) for name in json.loads(line)}
         found = {name for name in names if re.fullmatch("[a-z]{2,3}", name) and not target.startswith(name)}
         return sorted(found) if target in names else []
-    is_catalogue = ending_of(path) in CATALOGUES
-    if is_catalogue and (ending_of(path) == ".mo" and path.with_suffix(".po").exists()):
-        return []
-    if is_catalogue and (match := _CATALOGUE.match(str(unpacked(path).with_suffix("")))):
+    match = _CATALOGUE.match(str(unpacked(path).with_suffix("")))
+    if match is not None and ending_of(path) in CATALOGUES:
         code = match["folder"] or match["name"]
         source = "en" if code == target else code
         return [source] if _is_english(source) != _is_english(target) else []
-    if only is None and not is_catalogue:
+    if only is None:
         raise ConfigurationError(
             f"{path} has no language in its name: put it into a folder 'xx-{target}', or use data.pair=xx, or "
-            "data.language_column=NAME if its records say it"
+            f"'data.train={{xx: [\"{path.name}\"]}}'"
         )
-    if only is None:
-        log.warning("%s has no language in its name, and is left out: data.train={xx: [FILE]} names it", path)
-    return [] if only is None else [only]
+    return [only]
 
 
 def columns_of(path: Path, language: str, target: str) -> tuple[str, str]:
@@ -332,12 +318,3 @@ def columns_of(path: Path, language: str, target: str) -> tuple[str, str]:
 
 def _is_english(code: str) -> bool:
     return re.split("[-_]", code.lower())[0] in ("en", "eng")
-
-
-def _languages_in(path: Path, column: str, target: str) -> list[str]:
-    """Returns the source languages that a file's records name."""
-    with reading(path) as lines:
-        found = {language for line in lines if (language := language_in(line, column))} - {target}
-    if not found:
-        raise ConfigurationError(f"{path} names no source language, as de, under '{column}' (data.language_column)")
-    return sorted(found)

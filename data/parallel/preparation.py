@@ -1,17 +1,17 @@
 """Makes a store of a folder of parallel text, with several processes.
 
-Lines are counted and sampled; vocabularies are trained; pieces of text become ids, divided among shards; the shards are
-shuffled. All of this happens in a folder of the cache that becomes the store at the end. The bytes do not depend on the
-number of processes.
+Lines are counted and sampled; vocabularies are trained; pieces of text become ids; each language's pairs are shuffled.
+All of this happens in a folder of the cache that becomes the store at the end. The bytes do not depend on the number of
+processes.
 """
 
 import hashlib
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import islice, starmap
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -19,20 +19,19 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import ConfigurationError
-from ..cache import append
+from ..cache import append, open_array
 from ..defects import KEPT, KINDS, BadLine, Defects
-from ..lines import decoded, language_in, reading, texts_in
+from ..lines import decoded, reading, texts_in
 from ..prepared import RunAll, in_processes
 from ..sampling import EvenSample, temperature_shares
-from ..source import Report, permutation, random_words
-from ..store import BLOCK, HeldOutPair, Pairs, StoreWriter, interleave, shuffled, token_kind
+from ..source import HeldOutSample, Report, permutation
+from ..store import BLOCK, Lengths, StoreWriter, Tokens, interleave, shuffled, token_kind
 from ..vocabulary import SIDES, AnyVocabulary, Normalization, read_both, train_vocabulary
 from .folders import PairFiles
 
 VOCABULARY_PAIRS = 1_000_000  # sentence pairs that vocabularies are trained on: more cost time and memory
 VOCABULARY_TEMPERATURE = 5.0  # of their sampling
 LONGEST_SAMPLE = 4_192  # characters; SentencePiece leaves out sentences of more bytes
-LONGEST_PIECE = 16  # characters of a SentencePiece piece; with more than this per token a line is certainly too long
 
 Lines = dict[PairFiles, int]
 """Pairs of lines of each corpus that is trained on, language after language."""
@@ -54,12 +53,11 @@ class ParallelText:
         given: paths of vocabularies made elsewhere, of source and target; None: to be trained.
         max_length: tokens of a side with its end token; longer pairs are dropped.
         seed: decides the shuffling.
-        language_column: name of the language in records of several.
         held_out: share of a language's training pairs that are held out if it has no dev files; half for each split.
         lacking: language -> the splits for which it has no files.
         piece: lines that one process takes at a time.
-        block: see `store.BLOCK`.
-        shard: pairs that are shuffled together, a multiple of `block`; about 50 tokens per pair make 100 MB.
+        block: pairs that are read together, see `store.BLOCK`.
+        shard: pairs that are written at once, a multiple of `block`; about 50 tokens per pair make 100 MB.
     """
 
     root: str | None
@@ -73,133 +71,102 @@ class ParallelText:
     given: tuple[str | None, str | None]
     max_length: int
     seed: int
-    language_column: str | None = None
     held_out: float = 0.0
     lacking: Mapping[str, Sequence[str]] = field(default_factory=dict)
     piece: int = 50_000
     block: int = BLOCK
     shard: int = 16 * BLOCK
 
-    def split_of(self, language: str, target: str) -> str:
-        """Returns the split to which a training pair goes, by a hash of its target; the same in all languages."""
-        if language not in self.lacking:
-            return "train"
+    def split_of(self, files: PairFiles, target: str) -> str:
+        """Returns the split of a pair: that of its files, or one that lacks files, by a hash of the target sentence."""
+        if files.split != "train" or files.language not in self.lacking:
+            return files.split
         digest = hashlib.blake2b(target.encode(), digest_size=8, key=self.seed.to_bytes(8, "little")).digest()
         place = int.from_bytes(digest, "little") / 2**64
         split = "dev" if place < self.held_out / 2 else "test" if place < self.held_out else "train"
-        return split if split in self.lacking[language] else "train"
+        return split if split in self.lacking[files.language] else "train"
 
 
-@dataclass
-class Preparation:
-    """Makes one store.
+def prepare_pairs(text: ParallelText, folder: Path, pairs: Sequence[PairFiles], workers: int, report: Report) -> None:
+    """Makes a store of these files in a folder, in so many processes.
 
-    Attributes:
-        folder: becomes the store.
-        pairs: the files to read.
+    Raises:
+        ConfigurationError: a text cannot be used, or a vocabulary size does not fit it.
     """
+    writer, held_out, defects, encoded = StoreWriter(folder), list[HeldOutSample](), Defects(), 0
+    with in_processes(workers) as run_all:
+        lines, samples = scan_all(text, pairs, run_all, report)
+        train_vocabularies(text, folder, lines, samples, report)
+        for code in dict.fromkeys(pair.language for pair in lines):
+            corpora, found = [pair for pair in pairs if pair.language == code], Defects()
+            with TemporaryDirectory(dir=folder) as work:
+                tokens, lengths = Path(work, "tokens"), Path(work, "lengths")
+                for piece in encode_all(text, folder, corpora, run_all):
+                    append(tokens, piece.tokens)
+                    append(lengths, piece.lengths)
+                    held_out += piece.held_out
+                    found.update(piece.defects)
+                    encoded += piece.lines
+                    report("parallel text: token ids", encoded, sum(lines.values()))
+                kind = token_kind(*vocabularies_in(folder))
+                unshuffled = open_array(tokens, kind), open_array(lengths, np.uint16).reshape(-1, 2)
+                order = permutation(len(unshuffled[1]), text.seed, "shard", code, 0)
+                for first in range(0, len(order), text.shard):
+                    writer.add(code, *shuffled(*unshuffled, order[first : first + text.shard]))
+            defects.update(found)
+            if code not in writer.languages:
+                named = " and ".join(str(file) for pair in corpora if pair.split == "train" for file in pair.files)
+                raise ConfigurationError(f"{named}: no pair of language '{code}' is left: {found.in_words()}")
+    evaluated = {pair.language for pair in (*held_out, *pairs) if pair.split == "dev"}
+    for code in sorted(writer.languages.keys() - evaluated):
+        no_dev = f"language '{code}' {KINDS['no_dev']}: trained on, not evaluated: raise data.held_out"
+        defects.add("no_dev", text.root or "data.train", no_dev)
+    writer.finish(held_out, defects, text.block, sum(lines.values()))
+    report("parallel text: languages", len(writer.languages), len(writer.languages))
 
-    text: ParallelText
-    folder: Path
-    pairs: Sequence[PairFiles]
-    report: Report
-    _defects: Defects = field(default_factory=Defects)
-    _held_out: list[HeldOutPair] = field(default_factory=list)
-    _encoded: int = 0  # pairs of lines
 
-    def run(self, workers: int) -> None:
-        """Does all steps, in so many processes.
+def scan_all(text: ParallelText, pairs: Sequence[PairFiles], run_all: RunAll, report: Report) -> tuple[Lines, Samples]:
+    """Returns the number of line pairs of each corpus to train on, and a sample of its pairs.
 
-        Raises:
-            ConfigurationError: a text cannot be used, or a vocabulary size does not fit it.
-        """
-        with in_processes(workers) as run_all:
-            lines, samples = self._scan(run_all)
-            train_vocabularies(self.text, self.folder, lines, samples, self.report)
-            digests = self._read_held_out()
-            writer = StoreWriter(self.folder)
-            for code in dict.fromkeys(pair.language for pair in lines):
-                self._encode(run_all, writer, code, lines, frozenset(digests.get(code, ())))
-        evaluated = {pair.language for pair in self._held_out if pair.split == "dev"}
-        files = {pair.language for pair in self.pairs if pair.split == "dev"}
-        for code in sorted(writer.languages.keys() - evaluated - files):
-            found = f"language '{code}' {KINDS['no_dev']}: trained on, not evaluated: raise data.held_out"
-            self._defects.add("no_dev", self.text.root or "data.train", found)
-        writer.finish(self._held_out, self._defects, self.text.block, sum(lines.values()))
-        self.report("parallel text: languages", len(writer.languages), len(writer.languages))
+    Raises:
+        ConfigurationError: a file is empty, two that are read line by line have not equally many, or no line can be
+            used.
+    """
+    lines, samples, unusable = Lines(), dict[PairFiles, list[tuple[str, str]]](), Defects()
+    # Twice as many pairs as the vocabulary will use, because the shares are estimated by file size.
+    shares = shares_of({pair: pair.source.stat().st_size + 1 for pair in pairs if pair.split == "train"})
+    wanted = {pair: min(int(2 * share * VOCABULARY_PAIRS) + 1, VOCABULARY_PAIRS) for pair, share in shares.items()}
+    scanned = run_all(scan, ((pair, wanted.get(pair, 0), text.piece) for pair in pairs))
+    for done, (pair, (counts, sample, defects)) in enumerate(zip(pairs, scanned, strict=True)):
+        report("parallel text: counting lines", done, len(pairs))
+        if not all(counts):
+            raise ConfigurationError(f"{pair.files[counts.index(0)]} is empty: put its text there, or remove it")
+        if len(set(counts)) > 1:
+            both = f"{pair.source} has {counts[0]:,} lines, {pair.target} has {counts[1]:,}"
+            raise ConfigurationError(f"{both}: they are read line by line, so mend or remove both")
+        if pair.split == "train":
+            lines[pair], samples[pair] = counts[0], sample
+            unusable.update(defects)
+    if not any(samples.values()):
+        where = "data.train" if text.root is None else f"data.root={text.root}"
+        found = next(iter(unusable.first.values()), "all are too long")
+        raise ConfigurationError(f"{where}: no pair of lines has text on both sides; {found}")
+    return lines, samples
 
-    def _scan(self, run_all: RunAll) -> tuple[Lines, Samples]:
-        """Returns the number of line pairs of each corpus to train on, and a sample of its pairs.
 
-        Raises:
-            ConfigurationError: a file is empty, or two that are read line by line have not equally many.
-        """
-        lines, samples = Lines(), dict[PairFiles, list[tuple[str, str]]]()
-        self.report("parallel text: counting lines", 0, len(self.pairs))
-        for done, (pair, (counts, sample)) in enumerate(zip(self.pairs, run_all(scan, self._scan_jobs()), strict=True)):
-            self.report("parallel text: counting lines", done, len(self.pairs))
-            if not all(counts):
-                what = f"has no line of '{pair.language}'" if pair.language_column else "is empty"
-                raise ConfigurationError(f"{pair.files[counts.index(0)]} {what}: put its text there, or remove it")
-            if len(set(counts)) > 1:
-                both = f"{pair.source} has {counts[0]:,} lines, {pair.target} has {counts[1]:,}"
-                raise ConfigurationError(f"{both}: they are read line by line, so mend or remove both")
-            if pair.split == "train":
-                lines[pair], samples[pair] = counts[0], sample
-        return lines, samples
-
-    def _scan_jobs(self) -> Iterator[tuple[PairFiles, int, int]]:
-        """Yields the arguments of `scan` for each corpus.
-
-        The sample has twice as many pairs as the vocabulary will use, because the share is estimated by file size.
-        """
-        shares = shares_of({pair: pair.source.stat().st_size + 1 for pair in self.pairs if pair.split == "train"})
-        for pair in self.pairs:
-            wanted = min(int(2 * shares[pair] * VOCABULARY_PAIRS) + 1, VOCABULARY_PAIRS) if pair in shares else 0
-            yield pair, wanted, self.text.piece
-
-    def _read_held_out(self) -> dict[str, list[int]]:
-        """Reads the pairs of dev and test files; returns their digests by language."""
-        digests: dict[str, list[int]] = {}
-        for pair in (pair for pair in self.pairs if pair.split != "train"):
-            for piece in read_pieces(pair, self.text.piece):
-                usable = readable(piece, self.text.max_length, self._defects)
-                for line, *_ in short_enough(self.text, self.folder, piece, usable, self._defects):
-                    self._held_out.append(held_out_pair(pair.split, piece, line))
-                    digests.setdefault(pair.language, []).append(pair_digest(line.source, line.target))
-        return digests
-
-    def _encode(self, run_all: RunAll, writer: StoreWriter, code: str, lines: Lines, held_out: Collection[int]) -> None:
-        """Encodes a language's pieces, divides their pairs among shards, and writes the shards shuffled.
-
-        Args:
-            held_out: digests of the pairs in dev and test files.
-        """
-        corpora = [pair for pair in lines if pair.language == code]
-        shards = max(1, -(-sum(lines[pair] for pair in corpora) // self.text.shard))
-        found, total = Defects(), sum(lines.values())
-        pieces = enumerate(chain.from_iterable(read_pieces(pair, self.text.piece) for pair in corpora))
-        jobs = ((self.text, self.folder, piece, number, held_out, shards) for number, piece in pieces)
-        with TemporaryDirectory(dir=self.folder) as work:
-            files = [(Path(work, f"{shard}.tokens"), Path(work, f"{shard}.lengths")) for shard in range(shards)]
-            for encoded in run_all(encode, jobs):
-                for paths, arrays in zip(files, encoded.shards, strict=True):
-                    for path, numbers in zip(paths, arrays, strict=True):
-                        append(path, numbers)
-                self._held_out += encoded.held_out
-                found.update(encoded.defects)
-                self._encoded += encoded.lines
-                self.report("parallel text: token ids", self._encoded, total)
-            kind = token_kind(*vocabularies_in(self.folder))
-            for shard, (tokens, lengths) in enumerate(files):
-                pairs = np.fromfile(tokens, kind), np.fromfile(lengths, np.uint16).reshape(-1, 2)
-                order = permutation(len(pairs[1]), self.text.seed, "shard", code, shard)
-                writer.add(code, *shuffled(*pairs, order))
-                self.report("parallel text: shards", shard + 1, 0)
-        self._defects.update(found)
-        if not writer.languages[code].pairs:
-            named = " and ".join(str(file) for pair in corpora for file in pair.files)
-            raise ConfigurationError(f"{named}: no pair of language '{code}' is left: {found.in_words()}")
+def encode_all(
+    text: ParallelText, folder: Path, corpora: Sequence[PairFiles], run_all: RunAll
+) -> Iterator["EncodedPiece"]:
+    """Yields the encoded pieces of a language's files: those of dev and test first, whose pairs are not trained on."""
+    known = frozenset[int]()
+    for is_training in (False, True):
+        chosen = [pair for pair in corpora if (pair.split == "train") == is_training]
+        jobs = ((text, folder, pair, rows, known) for pair in chosen for rows in read_pieces(pair, text.piece))
+        held_out = list[HeldOutSample]()
+        for encoded in run_all(encode, jobs):
+            held_out += encoded.held_out
+            yield encoded
+        known = frozenset(pair_digest(sample.source, sample.reference) for sample in held_out)
 
 
 def shares_of(sizes: Mapping[PairFiles, int]) -> dict[PairFiles, float]:
@@ -218,7 +185,7 @@ def train_vocabularies(text: ParallelText, folder: Path, lines: Lines, samples: 
     """Trains the vocabularies on the samples, or copies those that are given, into a folder.
 
     Raises:
-        ConfigurationError: there is no text, or a vocabulary size does not fit it. It names both sides if both fail.
+        ConfigurationError: a vocabulary size does not fit the text; it names both sides if both do not fit.
     """
     refused = []
     for number, side in enumerate(SIDES[:1] if text.shared else SIDES):
@@ -228,8 +195,6 @@ def train_vocabularies(text: ParallelText, folder: Path, lines: Lines, samples: 
             continue
         columns = (0, 1) if text.shared else (number,)
         sentences = [pair[column] for pair in vocabulary_pairs(lines, samples) for column in columns]
-        if not sentences:
-            raise ConfigurationError(_no_text(text, next(iter(lines))))
         report(f"parallel text: {side} vocabulary, {size:,} pieces by {len(sentences):,} sentences", 0, 0)
         how = (text.character_coverage, f"{side}_vocabulary", text.smaller, text.normalization)
         try:
@@ -238,15 +203,6 @@ def train_vocabularies(text: ParallelText, folder: Path, lines: Lines, samples: 
             refused.append(str(error))
     if refused:
         raise ConfigurationError("\n".join(refused))
-
-
-def _no_text(text: ParallelText, first: PairFiles) -> str:
-    """Returns the error that no pair can be used, with the first defect of the first pair of files."""
-    defects = Defects()
-    readable(next(read_pieces(first, text.piece)), text.max_length, defects)
-    found = next(iter(defects.first.values()), f"the first file is {first.source}")
-    where = "data.train" if text.root is None else f"data.root={text.root}"
-    return f"{where}: no pair of lines has text on both sides; {found}"
 
 
 def vocabulary_pairs(lines: Lines, samples: Samples) -> Iterator[tuple[str, str]]:
@@ -262,41 +218,34 @@ def vocabulary_pairs(lines: Lines, samples: Samples) -> Iterator[tuple[str, str]
 # -- lines -----------------------------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
-    """Holds consecutive lines of a pair of files, as bytes.
+class Row(NamedTuple):
+    """Holds a line as bytes.
 
     Attributes:
-        places: the number of each line in its file, from 1.
-        rows: the columns of each line: source and target, another number in a malformed line of TSV, one for a record.
+        number: its number in its file, from 1.
+        columns: source and target, another number in a malformed line of TSV, one for a record.
     """
 
-    files: PairFiles
-    places: Sequence[int]
-    rows: Sequence[Sequence[bytes]]
-
-    def where(self, place: int, side: int = 0) -> str:
-        """Returns a line's file and number; `side` is 0 for the source, 1 for the target."""
-        return f"{self.files.files[-1 if side else 0]}, line {self.places[place]}"
+    number: int
+    columns: Sequence[bytes]
 
 
 class Line(NamedTuple):
-    """Holds a pair of texts; `place` counts from the piece's first line."""
+    """Holds a pair of texts and the number of its line, from 1."""
 
-    place: int
+    number: int
     source: str
     target: str
 
 
-def read_pieces(files: PairFiles, size: int) -> Iterator[Piece]:
-    """Yields the lines in pieces of ``size``, up to the end of the shorter file. Only "\\n" ends a line."""
-    rows: Iterator[Sequence[bytes]] = zip(*map(_lines, files.files), strict=False)
+def read_pieces(files: PairFiles, size: int) -> Iterator[list[Row]]:
+    """Yields the lines in pieces of ``size``, up to the end of the shorter file. Only "\n" ends a line."""
+    columns: Iterator[Sequence[bytes]] = zip(*map(_lines, files.files), strict=False)
     if files.target is None and files.columns is None:
-        rows = (line.rstrip(b"\r\n").split(b"\t")[:: -1 if files.turned else 1] for (line,) in rows)
-    numbered: Iterator[tuple[int, Sequence[bytes]]] = enumerate(rows, 1)
-    if (column := files.language_column) is not None:
-        numbered = (one for one in numbered if language_in(one[1][0], column) == files.language)
-    while piece := list(islice(numbered, size)):
-        yield Piece(files, *zip(*piece, strict=True))
+        columns = (line.rstrip(b"\r\n").split(b"\t")[:: -1 if files.turned else 1] for (line,) in columns)
+    rows = starmap(Row, enumerate(columns, 1))
+    while piece := list(islice(rows, size)):
+        yield piece
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -305,60 +254,80 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from file
 
 
-def texts_of(piece: Piece, place: int) -> tuple[str, str]:
+def readable(files: PairFiles, rows: Sequence[Row], defects: Defects) -> list[Line]:
+    """Returns the texts of the lines that can be read; counts the defects of the others."""
+    lines = []
+    for row in rows:
+        try:
+            lines.append(Line(row.number, *texts_of(files, row)))
+        except BadLine as bad:
+            defects.add(bad.kind, f"{files.files[-1 if bad.side else 0]}, line {row.number}", bad)
+    return lines
+
+
+def texts_of(files: PairFiles, row: Row) -> list[str]:
     """Returns both sides of a line, without blanks at their ends.
 
     Raises:
         BadLine: one cannot be read, or is empty.
     """
-    texts = [decoded(line, side) for side, line in enumerate(piece.rows[place])]
-    if piece.files.columns is not None:
-        texts = texts_in(texts[0], piece.files.columns, "data.columns")
+    texts = [decoded(line, side) for side, line in enumerate(row.columns)]
+    if files.columns is not None:
+        texts = texts_in(texts[0], files.columns, "data.columns")
     if len(texts) != 2:
         raise BadLine("malformed")
     texts = [text.strip() for text in texts]
     if not all(texts):
         side = texts.index("")
         raise BadLine("empty", f"{SIDES[side]} {KINDS['empty']}", side)
-    return texts[0], texts[1]
+    return texts
 
 
-def readable(piece: Piece, max_length: int, defects: Defects) -> list[Line]:
-    """Returns the lines that can be used; counts the defects of the others."""
-    usable = []
-    for place in range(len(piece.rows)):
-        try:
-            line = Line(place, *texts_of(piece, place))
-        except BadLine as bad:
-            defects.add(bad.kind, piece.where(place, bad.side), bad)
-            continue
-        longest = max(len(line.source), len(line.target))
-        if longest > max_length * LONGEST_PIECE:
-            _too_long(piece, place, f"{longest:,} characters", max_length, defects)
+def usable_lines(
+    files: PairFiles,
+    rows: Sequence[Row],
+    vocabularies: tuple[AnyVocabulary, AnyVocabulary],
+    max_length: int,
+    defects: Defects,
+) -> list[tuple[Line, tuple[list[int], list[int]]]]:
+    """Returns the lines that can be read and are short enough, with the ids of both sides; counts the others' defects.
+
+    Args:
+        vocabularies: those of source and target.
+        max_length: most tokens of a side, with its end token.
+    """
+    lines, usable = readable(files, rows, defects), []
+    sources = vocabularies[0].encode([line.source for line in lines], threads=1)
+    targets = vocabularies[1].encode([line.target for line in lines], threads=1)
+    for line, ids in zip(lines, zip(sources, targets, strict=True), strict=True):
+        longest = max(map(len, ids)) + 1
+        if longest <= max_length:
+            usable.append((line, ids))
         else:
-            usable.append(line)
+            found = f"{KINDS['too_long']}: {longest:,} tokens, data.max_length={max_length} tokens"
+            defects.add("too_long", f"{files.source}, line {line.number}", found)
     return usable
-
-
-def _too_long(piece: Piece, place: int, length: str, max_length: int, defects: Defects) -> None:
-    """Counts a line as too long; `length` says how long it is."""
-    defects.add("too_long", piece.where(place), f"{KINDS['too_long']}: {length}, data.max_length={max_length} tokens")
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 
 class EncodedPiece(NamedTuple):
-    """Holds the pairs of a piece for each shard, and those that are held out."""
+    """Holds a piece's training pairs, in the form of `interleave`, and those that are held out.
+
+    Attributes:
+        lines: number of pairs of lines in files to train on.
+    """
 
     lines: int
-    shards: list[Pairs]
-    held_out: list[HeldOutPair]
+    tokens: Tokens
+    lengths: Lengths
+    held_out: list[HeldOutSample]
     defects: Defects
 
 
-def scan(pair: PairFiles, wanted: int, size: int) -> tuple[list[int], list[tuple[str, str]]]:
-    """Returns the number of lines of each file, and an even sample of its pairs.
+def scan(pair: PairFiles, wanted: int, size: int) -> tuple[list[int], list[tuple[str, str]], Defects]:
+    """Returns the number of lines of each file, an even sample of its pairs, and the defects of the sample's lines.
 
     Args:
         wanted: pairs to sample; up to twice as many are returned, fewer where lines cannot be read.
@@ -367,86 +336,43 @@ def scan(pair: PairFiles, wanted: int, size: int) -> tuple[list[int], list[tuple
     Raises:
         ConfigurationError: a file is a torn archive.
     """
-    sample = EvenSample[tuple[str, str]](wanted)
-    for piece in read_pieces(pair, size):
-        for place in sample.places(len(piece.rows)):
-            try:
-                texts = texts_of(piece, place)
-            except BadLine:
-                continue
-            if max(map(len, texts)) <= LONGEST_SAMPLE:
-                sample.keep(place, texts)
-        sample.go_on(len(piece.rows))
+    sample, defects = EvenSample[Row](wanted), Defects()
+    for rows in read_pieces(pair, size):
+        sample.extend(rows)
+    texts = [(line.source, line.target) for line in readable(pair, sample.kept, defects)]
     lines = [sample.total] if pair.target is None else [sum(1 for _ in _lines(path)) for path in pair.files]
-    return lines, sample.items
+    return lines, [both for both in texts if max(map(len, both)) <= LONGEST_SAMPLE], defects
 
 
 def encode(
-    text: ParallelText, folder: Path, piece: Piece, number: int, held_out: frozenset[int], shards: int
+    text: ParallelText, folder: Path, files: PairFiles, rows: Sequence[Row], known: frozenset[int]
 ) -> EncodedPiece:
-    """Returns the ids of a piece's training pairs, divided among shards at random, and its pairs of dev and test.
-
-    The shard depends on the seed and the line's place. Pairs that stand in the dev and test files, too, are left out.
+    """Returns the ids of a piece's training pairs, and its pairs of dev and test.
 
     Args:
         folder: the vocabularies' folder.
-        number: place of the piece within its language.
-        held_out: digests of the language's pairs in dev and test files, see `pair_digest`.
+        rows: the lines of the piece.
+        known: digests of the language's pairs in dev and test files, which are not trained on, see `pair_digest`.
     """
-    defects, language = Defects(), piece.files.language
-    for_training, for_held_out = list[Line](), list[Line]()
-    for line in readable(piece, text.max_length, defects):
-        if text.split_of(language, line.target) != "train":
-            for_held_out.append(line)
-            continue
-        is_held_out = pair_digest(line.source, line.target) in held_out
-        if is_held_out or line.source == line.target:
-            defects.add("held_out" if is_held_out else KEPT, piece.where(line.place))
-        if not is_held_out:
-            for_training.append(line)
-    pairs = short_enough(text, folder, piece, for_training, defects)
-    random_numbers = random_words(len(piece.rows), text.seed, "shard of", language, number)
-    divided: list[list[tuple[list[int], list[int]]]] = [[] for _ in range(shards)]
-    for line, *ids in pairs:
-        divided[int(random_numbers[line.place]) % shards].append((ids[0], ids[1]))
-    kind = token_kind(*vocabularies_in(folder))
-    kept = [
-        held_out_pair(text.split_of(language, line.target), piece, line)
-        for line, *_ in short_enough(text, folder, piece, for_held_out, defects)
-    ]
-    return EncodedPiece(len(piece.rows), [interleave(of_shard, kind) for of_shard in divided], kept, defects)
-
-
-def held_out_pair(split: str, piece: Piece, line: Line) -> HeldOutPair:
-    """Returns a line as a pair of dev or test."""
-    return HeldOutPair(split, piece.files.language, piece.places[line.place], line.source, line.target)
+    vocabularies, defects = vocabularies_in(folder), Defects()
+    trained, held_out = list[tuple[list[int], list[int]]](), list[HeldOutSample]()
+    for line, ids in usable_lines(files, rows, vocabularies, text.max_length, defects):
+        split = text.split_of(files, line.target)
+        if split != "train":
+            held_out.append(HeldOutSample(split, files.language, line.source, line.target))
+        elif pair_digest(line.source, line.target) in known:
+            defects.add("held_out", f"{files.source}, line {line.number}")
+        else:
+            trained.append(ids)
+            if line.source == line.target:
+                defects.add(KEPT, f"{files.source}, line {line.number}")
+    lines = len(rows) if files.split == "train" else 0
+    return EncodedPiece(lines, *interleave(trained, token_kind(*vocabularies)), held_out, defects)
 
 
 def pair_digest(source: str, target: str) -> int:
     """Returns 64 bits that tell one pair of texts from others."""
     return int.from_bytes(hashlib.blake2b(f"{source}\t{target}".encode(), digest_size=8).digest(), "little")
-
-
-def short_enough(
-    text: ParallelText, folder: Path, piece: Piece, usable: list[Line], defects: Defects
-) -> list[tuple[Line, list[int], list[int]]]:
-    """Returns the lines that are short enough, each with its ids; counts the others as defects.
-
-    Args:
-        folder: the vocabularies' folder.
-        usable: lines of `piece`.
-    """
-    source, target = vocabularies_in(folder)
-    of_source = source.encode([line.source for line in usable], threads=1)
-    of_target = target.encode([line.target for line in usable], threads=1)
-    found = []
-    for line, *ids in zip(usable, of_source, of_target, strict=True):
-        longest = max(map(len, ids))
-        if longest < text.max_length:
-            found.append((line, ids[0], ids[1]))
-        else:
-            _too_long(piece, line.place, f"{longest + 1:,} tokens", text.max_length, defects)
-    return found
 
 
 @lru_cache(maxsize=2)

@@ -1,25 +1,23 @@
 """Yields mini-batches from a folder of parallel text: `data=parallel_text data.root=FOLDER`."""
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ...disk import cache_folder
 from ...errors import ConfigurationError
 from ...typed_section import Count, Examples, Names, Seed, Temperature, Tokens, Vocabulary
 from ..cache import made_folder
 from ..prepared import digest_of, stat_of, worker_count
-from ..source import Report, no_report
+from ..source import Report
 from ..store import FORMAT, Store
 from ..translation import PairSource
 from ..vocabulary import SIDES, Normalization, file_named, read_vocabulary, require_room
 from .folders import Files, find_pairs
-from .preparation import ParallelText, Preparation
+from .preparation import ParallelText, prepare_pairs
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +31,6 @@ class ParallelTextSource(PairSource):
         train, dev, test: language -> files to use in place of those that are found: files of the source side, globs of
             them, or pairs of files.
         columns: names of source and target in JSON lines and Parquet; None: the codes of the languages.
-        language_column: name of the language in records of several; None: file or folder names it.
         languages: source languages; None: all that are found.
         pair: one of them instead of `languages`, for a bilingual run.
         target: the language of the translations.
@@ -42,7 +39,7 @@ class ParallelTextSource(PairSource):
         tokenizer: a run, a tokenizer.json or a SentencePiece .model for both sides, or two of these for [source,
             target]; None: SentencePiece is trained on the text.
         character_coverage: share of the text's characters that get pieces of their own.
-        normalization: what is done to texts before they become pieces, see `Normalization`.
+        normalization: rule by which texts change before they become pieces, see `Normalization`.
         smaller_vocabulary: True: fewer pieces where the text supports fewer; False: it is refused.
         max_length: pairs with more tokens on a side, with its end token, are left out.
         preparation_workers: processes that prepare the text; None: one per core.
@@ -61,7 +58,6 @@ class ParallelTextSource(PairSource):
         dev: Files | None = None,
         test: Files | None = None,
         columns: Annotated[Sequence[str], Field(min_length=2, max_length=2)] | None = None,
-        language_column: str | None = None,
         languages: Names | None = None,
         pair: str | None = None,
         target: str = "en",
@@ -87,9 +83,8 @@ class ParallelTextSource(PairSource):
         super().__init__(
             batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed, evaluation_split
         )
-        self._cache_dir, self._workers, self._share = cache_dir, preparation_workers, held_out
+        self._cache_dir, self._workers, self._share, self._columns = cache_dir, preparation_workers, held_out, columns
         given = {"train": train, "dev": dev, "test": test}
-        self._columns = columns
         self._files = {split: files for split, files in given.items() if files is not None}
         own = _files_of(tokenizer, (source_vocabulary, target_vocabulary))
         shared = shared_vocabulary if own == (None, None) else own[0] == own[1]
@@ -102,22 +97,18 @@ class ParallelTextSource(PairSource):
         wanted = None if chosen is None else tuple(chosen)
         pieces = source_vocabulary, target_vocabulary
         how = (pieces, shared, character_coverage, smaller_vocabulary, normalization, own)
-        self.text = ParallelText(root, wanted, target, *how, max_length, corpus_seed, language_column)
+        self.text = ParallelText(root, wanted, target, *how, max_length, corpus_seed)
 
-    def _knows_lengths(self) -> bool:
-        """Opens the store if the text has been prepared; a plan prepares none."""
-        with suppress(ConfigurationError):  # no root, or nothing there
-            if not hasattr(self, "_store") and (cache_folder(self._cache_dir) / self._found(no_report)[0]).exists():
-                self._open(no_report)
-        return hasattr(self, "_store")
-
-    def _found(self, report: Report) -> tuple[str, Callable[[Path], None]]:
-        """Returns the name of the store in the cache, and what fills its folder.
+    def prepare(self, report: Report) -> None:
+        """Prepares the text unless it is in the cache, opens it, and warns of its defects.
 
         A store is found again by the names, sizes and modification times of its files, and by `text`.
+
+        Raises:
+            ConfigurationError: a text cannot be used, or a vocabulary size does not fit it.
         """
         text = self.text
-        pairs = find_pairs(text.root, text.languages, text.target, self._files, self._columns, text.language_column)
+        pairs = find_pairs(text.root, text.languages, text.target, self._files, self._columns)
         there = {(pair.language, pair.split) for pair in pairs}
         lacking = [code for code, split in sorted(there) if split == "train" and (code, "dev") not in there]
         if lacking and self._share:
@@ -126,24 +117,12 @@ class ParallelTextSource(PairSource):
 
         def make(draft: Path) -> None:
             workers = worker_count([file for pair in pairs for file in pair.files], self._workers)
-            Preparation(text, draft, pairs, report).run(workers)
+            prepare_pairs(text, draft, pairs, workers, report)
 
         own = [stat_of(Path(file)) for file in text.given if file is not None]
         of_pairs = [[pair.language, pair.split, pair.columns, pair.turned, *map(stat_of, pair.files)] for pair in pairs]
-        return f"parallel-{digest_of(FORMAT, asdict(text), of_pairs, own)}", make
-
-    def _open(self, report: Report) -> None:
-        """Makes the store unless it is in the cache, and opens it."""
-        name, make = self._found(report)
+        name = f"parallel-{digest_of(FORMAT, asdict(text), of_pairs, own)}"
         self._use(Store(made_folder(self._cache_dir, name, make, report)))
-
-    def prepare(self, report: Report) -> None:
-        """Prepares the text unless it is in the cache, opens it, and warns of its defects.
-
-        Raises:
-            ConfigurationError: a text cannot be used, or a vocabulary size does not fit it.
-        """
-        self._open(report)
         store, sides = self._store, {}
         vocabularies = store.source_vocabulary, store.target_vocabulary
         for side, given, size, vocabulary in zip(SIDES, self.text.given, self.text.pieces, vocabularies, strict=True):

@@ -4,23 +4,12 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ...errors import ConfigurationError
 from ..defects import BadLine, Defects
-from ..lines import (
-    JSON,
-    PACKED,
-    PARQUET,
-    decoded,
-    ending_of,
-    has_records,
-    reading,
-    split_of,
-    texts_in,
-    unpacked,
-)
+from ..lines import JSON, PACKED, PARQUET, decoded, ending_of, has_records, reading, split_of, texts_in, unpacked
 from ..tree import files_below, files_matching, in_short, refuse_dead_links
 
 log = logging.getLogger(__name__)
@@ -86,9 +75,9 @@ def _divided(found: Sequence[Path], place: Path) -> dict[str, list[Path]]:
 
     A file without a text's ending, as test.py, belongs to a split only if some file is named train: it may be code.
     """
-    named = {path: split_of(PurePath(os.path.relpath(path, place)), anywhere=True) for path in found}
+    named = {path: split_of(Path(os.path.relpath(path, place)), anywhere=True) for path in found}
     if "train" not in named.values():  # words inside names are those of texts
-        named = {path: split_of(PurePath(os.path.relpath(path, place))) for path in found}
+        named = {path: split_of(Path(os.path.relpath(path, place))) for path in found}
     has_train, splits = "train" in named.values(), dict[str, list[Path]]()
     for path, split in named.items():
         splits.setdefault(split if split and (has_train or _is_text(path.name)) else "train", []).append(path)
@@ -124,7 +113,7 @@ def documents(piece: TextPiece, ends: str, key: str, defects: Defects) -> Iterat
     """Yields the documents of a piece.
 
     Args:
-        ends: what ends a document of plain text, see `Ends`. A record is a document.
+        ends: end of a document of plain text, see `Ends`. A record is a document.
         key: name of the text in a record.
         defects: gets what cannot be used.
     """
@@ -132,7 +121,9 @@ def documents(piece: TextPiece, ends: str, key: str, defects: Defects) -> Iterat
     held, size = list[str](), 0
     for number, raw in enumerate(piece.content.split(b"\n"), start=piece.first):
         try:
-            line = _text_of(raw)
+            if len(raw) > MOST_LINE:
+                raise BadLine("too_long", f"has more than {MOST_LINE:,} bytes")
+            line = decoded(raw).rstrip()
             if is_records and line:
                 yield _record(line, key)
         except BadLine as bad:
@@ -149,17 +140,6 @@ def documents(piece: TextPiece, ends: str, key: str, defects: Defects) -> Iterat
             size += len(line) + 1
     if held:
         yield "\n".join(held).rstrip()
-
-
-def _text_of(line: bytes) -> str:
-    """Returns a line's text, without blanks at its end.
-
-    Raises:
-        BadLine: it is too long, or no text.
-    """
-    if len(line) > MOST_LINE:
-        raise BadLine("too_long", f"has more than {MOST_LINE:,} bytes")
-    return decoded(line).rstrip()
 
 
 def _record(line: str, key: str) -> str:

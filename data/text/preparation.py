@@ -58,7 +58,7 @@ class TextForm:
         held_out: share of the documents that are held out; 0: none.
         seed: decides their draw.
         tokenizer: path of a tokenizer.json or SentencePiece .model; None: SentencePiece is trained.
-        end_token: see `TokenizerFile`.
+        end_token: text of the token that ends a document, see `TokenizerFile`.
         vocabulary: pieces of the SentencePiece model.
         character_coverage, smaller, normalization: see `train_vocabulary`.
         piece: bytes of text that one process takes at a time.
@@ -183,13 +183,10 @@ def sample_texts(file: Path, wanted: int, form: TextForm) -> tuple[list[str], De
     sample, defects = EvenSample[str](wanted), Defects()
     for piece in form.pieces(file):
         for text in documents(piece, form.document, form.json_key, defects):
+            used = "" if form.holds_out(text) else text
             starts = range(0, len(text), LONGEST_SAMPLE)
-            chosen = sample.places(len(starts))
-            if len(chosen) and not form.holds_out(text):
-                for place in chosen:
-                    sample.keep(place, text[starts[place] : starts[place] + LONGEST_SAMPLE])
-            sample.go_on(len(starts))
-    return sample.items, defects
+            sample.extend([used[start : start + LONGEST_SAMPLE] for start in starts])
+    return list(filter(None, sample.kept)), defects
 
 
 def encode_piece(piece: TextPiece, form: TextForm, folder: Path) -> EncodedText:

@@ -54,7 +54,7 @@ class TextFilesSource(WindowSource, PreparedSource):
     Args:
         root: a file or a folder, see `files.find_texts`; files named dev are evaluated on, those named test not read.
         files: a pattern of the paths in these folders, as "**/*.py"; None: files with the endings of text.
-        document: what ends a document of plain text: "blank_line", "line" or "file". A record is a document.
+        document: end of a document of plain text: "blank_line", "line" or "file". A record is a document.
         json_key: name of the text in a line of JSON or a row of Parquet.
         held_out: share of the documents that are held out, drawn by a hash of each, where no file is named dev.
         evaluation_root: a file or folder that is held out, in place of files of `root` or a share of it.
@@ -63,7 +63,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         vocabulary: pieces of the SentencePiece vocabulary, or the most ids that a tokenizer may have.
         smaller_vocabulary: True: fewer pieces where the text supports fewer; False: it is refused.
         character_coverage: share of the text's characters that get pieces of their own.
-        normalization: what is done to the text before it becomes pieces, see `Normalization`.
+        normalization: rule by which the text changes before it becomes pieces, see `Normalization`.
         preparation_workers: processes that prepare the text; None: one per core.
         sequence_length, batch_size, seed, pad_id, evaluation_windows: see `WindowSource`.
         corpus_seed: decides the draw of held-out documents.

@@ -113,17 +113,17 @@ def with_test_set(
     kinds = {
         "gpipe_cli.data.images.": ("images.source.ImagesOfRun", ("image_size", "evaluation_crop")),
         "gpipe_cli.data.text.": (
-            "test_sets.TextToTest",
+            "test_sets.TextOfRun",
             ("document", "json_key", "end_token", "sequence_length", "pad_id"),
         ),
-        "gpipe_cli.data.cldr.source.TextSource": ("test_sets.TextToTest", ("sequence_length", "pad_id")),
-        "gpipe_cli.data.": ("test_sets.PairsToTest", ("target", "languages", "columns", "max_length")),
+        "gpipe_cli.data.cldr.source.TextSource": ("test_sets.TextOfRun", ("sequence_length", "pad_id")),
+        "gpipe_cli.data.": ("test_sets.PairsOfRun", ("target", "languages", "columns", "max_length")),
     }
     found = next((kinds[kind] for kind in kinds if data["_target_"].startswith(kind)), None)
     if found is None:
         raise ConfigurationError(f"test={test}: data._target_={data['_target_']} is of your own, so its files are too")
     keys = {key: data[key] for key in ("batch_size", *found[1]) if data.get(key) is not None}
-    if found[0].endswith("PairsToTest"):
+    if found[0].endswith("PairsOfRun"):
         keys.pop("batch_size", None)
         keys["languages"] = [data["pair"]] if data.get("pair") else keys.get("languages")
     source = {"_target_": f"gpipe_cli.data.{found[0]}", "test": str(place), "vocabularies": str(vocabularies), **keys}

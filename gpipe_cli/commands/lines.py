@@ -78,7 +78,7 @@ def line_config(run: Reopened, command: str, **keys: Any) -> dict[str, Any]:
     A run that saved none, such as one with a user's own data source, opens its data.
 
     Args:
-        keys: further arguments of the source that reads the vocabularies.
+        keys: arguments of the source that reads the vocabulary of a language model; none: the run translates.
 
     Raises:
         ConfigurationError: there is more than one replica, or a vocabulary of the run has been replaced.
@@ -93,8 +93,8 @@ def line_config(run: Reopened, command: str, **keys: Any) -> dict[str, Any]:
     require_same_vocabularies(run.info, vocabularies_in(vocabularies))
     config = {**run.prepared.config}
     if vocabulary_file(vocabularies).is_file():
-        source = "gpipe_cli.data.vocabulary.VocabulariesOnly"
-        config["data"] = {"_target_": source, "vocabularies": str(vocabularies), **keys}
+        source = "TextOfRun" if keys else "PairsOfRun"
+        config["data"] = {"_target_": f"gpipe_cli.data.test_sets.{source}", "vocabularies": str(vocabularies), **keys}
     else:
         run.require_named_paths()
     return {"settings": config, "checkpoint": str(run.info.path.absolute())}

@@ -18,8 +18,8 @@ from run_files import bytes_of
 from text_sources import own_sentencepiece, own_tokenizer, places, prepared
 
 from gpipe_cli.data.cldr import pairs as cldr
+from gpipe_cli.data.test_sets import TextOfRun
 from gpipe_cli.data.text.source import TextFilesSource, TextStore
-from gpipe_cli.data.vocabulary import VocabulariesOnly
 from gpipe_cli.disk import write_whole
 from gpipe_cli.errors import ConfigurationError
 
@@ -339,5 +339,5 @@ def test_a_document_ends_with_the_token_that_the_configuration_beside_names(name
     root = write(tmp_path / "text" / "a.txt", "\n\n".join(documents()))
     ours = source(root, tokenizer=str(tokenizer))
     ours.keep_vocabularies(tmp_path / "kept")
-    kept = VocabulariesOnly(str(tmp_path / "kept"), sequence_length=8)
+    kept = TextOfRun(str(tmp_path / "kept"))
     assert ours.eos_id == kept.eos_id == (0 if named else 1)

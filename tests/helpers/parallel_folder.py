@@ -17,7 +17,7 @@ SIZES = {"de": 300, "fi": 200, "sw": 120}
 def pairs_of(code: str, count: int, split: str = "train") -> list[cldr.Pair]:
     if split == "train":
         return cldr.train_pairs(code, count, seed=0)
-    return [cldr.Pair(*pair) for _, *pair in cldr.held_out_pairs(code, split, seed=0)][:count]
+    return cldr.held_out_pairs(code, split, seed=0)[:count]
 
 
 def write(path: Path, lines: Sequence[str]) -> None:
