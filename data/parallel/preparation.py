@@ -211,6 +211,7 @@ def vocabulary_pairs(lines: Lines, samples: Samples) -> Iterator[tuple[str, str]
     for pair, share in shares_of(lines).items():
         sample = samples[pair]
         wanted = max(1, int(share * total)) if sample else 0
+        # Evenly spread over the sample, or the whole sample several times.
         places = (i * len(sample) // wanted if wanted < len(sample) else i % len(sample) for i in range(wanted))
         yield from (sample[place] for place in places)
 
