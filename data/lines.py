@@ -19,7 +19,6 @@ from ..errors import ConfigurationError
 from .defects import BadLine
 from .records import ROWS_OF, json_array
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PACKED = (".gz", ".zst", ".xz", ".bz2")
 UNPACKERS: dict[str, Callable[[], Any]] = {".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor}
 UNPACKERS[".gz"] = lambda: zlib.decompressobj(wbits=31)
@@ -172,7 +171,7 @@ def decoded(line: bytes, side: int = 0) -> str:
         BadLine: it is no text.
     """
     try:
-        text = line.removeprefix(BYTE_ORDER_MARK).decode()
+        text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadLine("undecodable", side=side) from error
     if "\0" in text:

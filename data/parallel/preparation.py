@@ -117,8 +117,9 @@ def prepare_pairs(text: ParallelText, folder: Path, pairs: Sequence[PairFiles], 
             if code not in writer.languages:
                 named = " and ".join(str(file) for pair in corpora if pair.split == "train" for file in pair.files)
                 raise ConfigurationError(f"{named}: no pair of language '{code}' is left: {found.in_words()}")
-    evaluated = {pair.language for pair in (*held_out, *pairs) if pair.split == "dev"}
-    for code in sorted(writer.languages.keys() - evaluated):
+    evaluated = {sample.language for sample in held_out if sample.split == "dev"}
+    files = {pair.language for pair in pairs if pair.split == "dev"}
+    for code in sorted(writer.languages.keys() - evaluated - files):
         no_dev = f"language '{code}' {KINDS['no_dev']}: trained on, not evaluated: raise data.held_out"
         defects.add("no_dev", text.root or "data.train", no_dev)
     writer.finish(held_out, defects, text.block, sum(lines.values()))
