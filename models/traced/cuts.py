@@ -127,7 +127,7 @@ def sizes_of(tensors: Sequence[fx.Node]) -> dict[str, tuple[fx.Node, int]]:
 def _bytes_of(node: fx.Node) -> int:
     """Returns the bytes of a value that can pass a cut, for the example."""
     value = node.meta["val"]
-    sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
+    sizes: list[Any] = [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
     return prod(map(int, sizes)) * int(value.dtype.itemsize)
 
 
