@@ -22,28 +22,35 @@ Keys of gpipe-train change the run's configuration: pipeline.K and pipeline.work
 task.generation.beam, task.generation.per_language_at_end, precision=bf16. More: docs/translation.md.
 """  # --help prints this
 
+from __future__ import annotations
+
 import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from gpipe_cli.checkpoint.files import vocabulary_folder
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.json_files import read_json
 from gpipe_cli.svg import Curve, Drawing, plot, running_means
 from gpipe_cli.terminal.command import read_words, run_command, show
 from gpipe_cli.terminal.document import Document, Grid
 
-OWN = {
-    **dict.fromkeys(("checkpoint", "step", "output"), str),
-    "trust": list[str],
-    "split": Literal["dev", "test"],
-    "test": str,
-}
+if TYPE_CHECKING:
+    from gpipe_cli.jobs.reopen import Reopened
+
+OWN = {"checkpoint": str, "step": str, "trust": list[str], "split": Literal["dev", "test"], "test": str, "output": str}
 COMPARED = {"compare": list[str], "baseline": list[str], "output": str}
 REPORT = "evaluation.json"  # written by inference/evaluate.py
+TEXT = ("test_sets.TextOfRun", ("batch_size", "document", "json_key", "end_token", "sequence_length", "pad_id"))
+# Beginnings of a run's data._target_: the source that reads a test set for it, and the keys of data that it takes.
+TEST_SETS = {
+    "gpipe_cli.data.images.": ("images.source.ImagesOfRun", ("batch_size", "image_size", "evaluation_crop")),
+    "gpipe_cli.data.text.": TEXT,
+    "gpipe_cli.data.cldr.source.TextSource": TEXT,
+    "gpipe_cli.data.": ("test_sets.PairsOfRun", ("target", "languages", "columns", "max_length")),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,14 +76,14 @@ def evaluate(words: Sequence[str]) -> int:
 
     line = read_words(words, OWN)
     split = line.own.get("split", "dev")
-    overrides = [*line.overrides, *([] if split == "dev" else [f"++data.evaluation_split={split}"])]
-    run = open_run(line.run("gpipe-eval"), overrides, line.own.get("step", "last"), line.own.get("trust", ()))
-    settings, test = dict(run.prepared.config), line.own.get("test")
+    if split != "dev":
+        line.overrides.append(f"++data.evaluation_split={split}")
+    run = open_run(line.run("gpipe-eval"), line)
+    settings, test = run.prepared.config, line.own.get("test")
     if test is None:
         run.require_named_paths()
     else:
-        split = re.sub(r"\W+", "_", Path(test).name)
-        settings |= with_test_set(settings, test, vocabulary_folder(run.info.run_dir), run.named)
+        settings, split = with_test_set(run, test), re.sub(r"\W+", "_", Path(test).name)
     default = run.info.run_dir / "evaluations" / f"{run.info.path.name}_{split}"
     folder = Path(line.own.get("output", default))
     if "output" not in line.own and default.resolve() != run.info.run_dir.resolve() / "evaluations" / default.name:
@@ -84,52 +91,32 @@ def evaluate(words: Sequence[str]) -> int:
     require_writable("output", folder)
     name = run.prepared.settings.name or run.info.run_dir.name
     about = {"name": name, "run": str(run.info.run_dir.absolute()), "step": run.info.step, "split": split}
-    config = {"settings": settings, "checkpoint": str(run.info.path.absolute()), "about": about}
     began = time.monotonic()
     with Console(1, "auto") as console:
         console.warn(*run.warnings)
         console.say(f"{run.info.path}, step {run.info.step}, {split}; {run.prepared.line}")
-        found = dict(run.launch("gpipe_cli.inference.evaluate:main", config, folder, console) or {})
+        found = dict(run.launch("gpipe_cli.inference.evaluate:main", settings, folder, console, about=about) or {})
         console.say("\n".join(["", *as_text(found), "", f"{time.monotonic() - began:.0f} s; report: {folder}"]))
     return 0
 
 
-def with_test_set(
-    settings: Mapping[str, Any], test: str, vocabularies: Path, typed: Sequence[str]
-) -> dict[str, Mapping[str, Any]]:
-    """Returns the sections data and task for an evaluation on a whole test set of the user's.
-
-    Args:
-        test: its file or folder.
-        vocabularies: the folder of the run's vocabularies.
-        typed: keys that were typed.
+def with_test_set(run: Reopened, test: str) -> dict[str, Any]:
+    """Returns the run's configuration for an evaluation on the whole of a test set of the user's, a file or folder.
 
     Raises:
         ConfigurationError: there is no such file, or the run's data are of no kind that can be read.
     """
-    place, data, task = Path(test).expanduser().absolute(), settings["data"], settings["task"]
+    place, data, task = Path(test).expanduser().absolute(), run.prepared.config["data"], run.prepared.config["task"]
     if not place.exists():
         raise ConfigurationError(f"test={test}: there is no such file or folder")
-    kinds = {
-        "gpipe_cli.data.images.": ("images.source.ImagesOfRun", ("image_size", "evaluation_crop")),
-        "gpipe_cli.data.text.": (
-            "test_sets.TextOfRun",
-            ("document", "json_key", "end_token", "sequence_length", "pad_id"),
-        ),
-        "gpipe_cli.data.cldr.source.TextSource": ("test_sets.TextOfRun", ("sequence_length", "pad_id")),
-        "gpipe_cli.data.": ("test_sets.PairsOfRun", ("target", "languages", "columns", "max_length")),
-    }
-    found = next((kinds[kind] for kind in kinds if data["_target_"].startswith(kind)), None)
-    if found is None:
+    reader = next((TEST_SETS[begin] for begin in TEST_SETS if data["_target_"].startswith(begin)), None)
+    if reader is None:
         raise ConfigurationError(f"test={test}: data._target_={data['_target_']} is of your own, so its files are too")
-    keys = {key: data[key] for key in ("batch_size", *found[1]) if data.get(key) is not None}
-    if found[0].endswith("PairsOfRun"):
-        keys.pop("batch_size", None)
-        keys["languages"] = [data["pair"]] if data.get("pair") else keys.get("languages")
-    source = {"_target_": f"gpipe_cli.data.{found[0]}", "test": str(place), "vocabularies": str(vocabularies), **keys}
-    if task.get("generation") and "task.generation.per_language_at_end" not in typed:
-        task = {**task, "generation": {**task["generation"], "per_language_at_end": None}}
-    return {"data": source, "task": task}
+    language = {"languages": [data["pair"]]} if data.get("pair") else {}
+    settings = run.with_data(f"gpipe_cli.data.{reader[0]}", reader[1], test=str(place), **language)
+    if task.get("generation") and "task.generation.per_language_at_end" not in run.named:
+        settings["task"] = {**task, "generation": {**task["generation"], "per_language_at_end": None}}
+    return settings
 
 
 def as_text(report: Mapping[str, Any]) -> list[str]:

@@ -22,20 +22,14 @@ samples=1         texts for each beginning
 Any key of the run can be typed too, such as pipeline.K=4: any number of cells fits any checkpoint.
 """  # --help prints this
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import get_type_hints
 
-from gpipe_cli.commands.lines import OWN, answer_lines, line_config
+from gpipe_cli.commands.lines import OWN, answer_lines, reopened, with_vocabularies
 from gpipe_cli.config import SamplingSettings
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.command import read_words, run_command
-
-if TYPE_CHECKING:
-    from gpipe_cli.jobs.reopen import Reopened
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,21 +42,14 @@ def _generate(words: Sequence[str]) -> int:
     of_sampling = get_type_hints(SamplingSettings, include_extras=True)
     line = read_words([word for word in words if not word.startswith("prompt=")], {**OWN, **of_sampling})
     sampling = {key: value for key, value in line.own.items() if key in of_sampling}
-    entry = "gpipe_cli.inference.lines:generate"
-    return answer_lines("gpipe-generate", line, entry, partial(worker_config, sampling=sampling), prompt)
-
-
-def worker_config(run: Reopened, sampling: dict[str, Any]) -> dict[str, Any]:
-    """Returns the workers' configuration; see `line_config`.
-
-    Raises:
-        ConfigurationError: the run's model translates, or there is more than one replica.
-    """
+    run = reopened("gpipe-generate", line)
     data = run.prepared.config["data"]
     if run.prepared.config["task"].get("generation"):
         raise ConfigurationError(f"{run.info.run_dir} translates, it does not continue texts: use gpipe-translate")
-    keys = {"sequence_length": data.get("sequence_length", 1), "end_token": data.get("end_token")}
-    return {**line_config(run, "gpipe-generate", **keys), "sampling": sampling}
+    length, end = data.get("sequence_length", 1), data.get("end_token")
+    settings = with_vocabularies(run, sequence_length=length, end_token=end)
+    scores = line.own.get("scores", False)
+    return answer_lines(run, "gpipe_cli.inference.lines:generate", settings, scores, prompt, sampling=sampling)
 
 
 if __name__ == "__main__":

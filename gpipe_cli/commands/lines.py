@@ -7,8 +7,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -24,56 +24,62 @@ if TYPE_CHECKING:
 OWN: dict[str, Any] = {"checkpoint": str, "step": str, "trust": list[str], "scores": bool}
 
 
+def reopened(command: str, line: Words) -> Reopened:
+    """Opens the run of a command line.
+
+    Raises:
+        ConfigurationError: there is no such run or key, or there is more than one replica.
+    """
+    from gpipe_cli.jobs.reopen import open_run
+
+    run = open_run(line.run(command), line)
+    if run.prepared.settings.pipeline.replicas != 1:
+        raise ConfigurationError(f"pipeline.replicas is 1 here: start several {command}, each on a share of the input")
+    return run
+
+
 def answer_lines(
-    command: str, line: Words, entry: str, configure: Callable[[Reopened], dict[str, Any]], prompt: str | None = None
+    run: Reopened, entry: str, settings: Mapping[str, Any], scores: bool, prompt: str | None = None, **more: Any
 ) -> int:
     """Runs workers that answer the lines of the input, or one prompt; returns the exit code.
 
     Args:
-        line: the words of the command line; its own keys are those of `OWN`.
         entry: entry point of the workers.
-        configure: makes the workers' configuration, without the input.
+        settings: their configuration, as of `with_vocabularies`.
+        scores: True prints each answer's log-probability and a tab before it.
         prompt: a text to answer in place of the input's lines.
-
-    Raises:
-        ConfigurationError: there is no such run or key.
+        more: what the entry point takes beside the input.
     """
-    from gpipe_cli.jobs.reopen import open_run
-
-    own = line.own
-    with ExitStack() as stack:
-        run = open_run(line.run(command), line.overrides, own.get("step", "last"), own.get("trust", ()))
-        config = configure(run)
-        for text in (*run.warnings, run.prepared.line):
-            say(text)
-        write = partial(write_answers, scores=own.get("scores", False), one_line=prompt is None)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-lines-")))
+    for text in (*run.warnings, run.prepared.line):
+        say(text)
+    write = partial(write_answers, scores=scores, one_line=prompt is None)
+    with tempfile.TemporaryDirectory(prefix="gpipe-lines-") as folder:
         if prompt is None:
-            os.mkfifo(pipe := folder / "lines")
+            os.mkfifo(pipe := Path(folder) / "lines")
             # Not sys.stdin: the thread may still be reading it when Python ends and closes it.
             lines = open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115  # the thread closes it
             if lines.isatty():
                 say("a line is answered when it is typed; Ctrl-D ends")
             threading.Thread(target=_pass_on, args=(lines, pipe), daemon=True).start()
-            config["input"] = str(pipe)
+            more["input"] = str(pipe)
         else:
             # As the lines: UTF-8 in any locale. It may be empty, and may look like a number.
-            config["prompt"] = prompt.encode(errors="surrogateescape").decode(errors="replace")
+            more["prompt"] = prompt.encode(errors="surrogateescape").decode(errors="replace")
         began = time.monotonic()
-        result = run.launch(entry, config, folder, write)
-        took = duration(time.monotonic() - began)
-        say(f"{plural(result['lines'], 'line')} in {took}, the start of the workers included")
-        if count := result["left_out"]:
-            limit = f"they have more than {result['most']:,} tokens"
-            say(f"warning: not answered, because {limit}: {plural(count, 'line')}")
-        if count := result["cut"]:
-            keys = "task.generation.max_length, length_ratio and length_extra"
-            say(f"warning: not translated to its end, because {keys} limit its tokens: {plural(count, 'line')}")
+        result = run.launch(entry, settings, Path(folder), write, **more)
+    took = duration(time.monotonic() - began)
+    say(f"{plural(result['lines'], 'line')} in {took}, the start of the workers included")
+    if count := result["left_out"]:
+        limit = f"they have more than {result['most']:,} tokens"
+        say(f"warning: not answered, because {limit}: {plural(count, 'line')}")
+    if count := result["cut"]:
+        keys = "task.generation.max_length, length_ratio and length_extra"
+        say(f"warning: not translated to its end, because {keys} limit its tokens: {plural(count, 'line')}")
     return 0
 
 
-def line_config(run: Reopened, command: str, **keys: Any) -> dict[str, Any]:
-    """Returns the workers' configuration: the run's, with its saved vocabularies in place of its data.
+def with_vocabularies(run: Reopened, **keys: Any) -> dict[str, Any]:
+    """Returns the run's configuration with its saved vocabularies in place of its data.
 
     A run that saved none, such as one with a user's own data source, opens its data.
 
@@ -81,23 +87,19 @@ def line_config(run: Reopened, command: str, **keys: Any) -> dict[str, Any]:
         keys: arguments of the source that reads the vocabulary of a language model; none: the run translates.
 
     Raises:
-        ConfigurationError: there is more than one replica, or a vocabulary of the run has been replaced.
+        ConfigurationError: a vocabulary of the run has been replaced.
     """
     from gpipe_cli.checkpoint.compatibility import require_same_vocabularies, vocabularies_in
     from gpipe_cli.checkpoint.files import vocabulary_folder
     from gpipe_cli.data.vocabulary import vocabulary_file
 
-    if run.prepared.settings.pipeline.replicas != 1:
-        raise ConfigurationError(f"pipeline.replicas is 1 here: start several {command}, each on a share of the input")
     vocabularies = vocabulary_folder(run.info.run_dir)
     require_same_vocabularies(run.info, vocabularies_in(vocabularies))
-    config = {**run.prepared.config}
     if vocabulary_file(vocabularies).is_file():
         source = "TextOfRun" if keys else "PairsOfRun"
-        config["data"] = {"_target_": f"gpipe_cli.data.test_sets.{source}", "vocabularies": str(vocabularies), **keys}
-    else:
-        run.require_named_paths()
-    return {"settings": config, "checkpoint": str(run.info.path.absolute())}
+        return run.with_data(f"gpipe_cli.data.test_sets.{source}", (), **keys)
+    run.require_named_paths()
+    return run.prepared.config
 
 
 def _pass_on(lines: BinaryIO, path: Path) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.checkpoint.files import vocabulary_folder
 from gpipe_cli.commands.lines import tell
 from gpipe_cli.data.images.layout import SUFFIXES, has_suffix
 from gpipe_cli.data.tree import files_below
@@ -36,18 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _predict(words: Sequence[str]) -> int:
     from gpipe_cli.jobs.reopen import open_run
 
-    places = [word for word in words if "=" not in word or Path(word).exists()]
-    line = read_words([word for word in words if word not in places], OWN)
-    if len(places) < 2:
+    line = read_words(words, OWN)
+    if len(line.runs) < 2:
         raise ConfigurationError("type gpipe-predict RUN FILES…")
-    files = [str(file) for place in places[1:] for file in images_at(Path(place))]
-    run = open_run(places[0], line.overrides, line.own.get("step", "last"), line.own.get("trust", ()))
-    data = source_of(run.prepared.config["data"], files, vocabulary_folder(run.info.run_dir))
-    config = {"settings": {**run.prepared.config, "data": data}, "checkpoint": str(run.info.path.absolute())}
+    checkpoint, *places = line.runs
+    files = [str(file) for place in places for file in images_at(Path(place))]
+    run = open_run(checkpoint, line)
+    target = run.prepared.config["data"]["_target_"]
+    if not target.startswith(IMAGES):
+        raise ConfigurationError(f"data._target_={target}: gpipe-predict knows images of {IMAGES}* only")
+    keys = ("image_size", "evaluation_crop", "batch_size")
+    settings = run.with_data(f"{IMAGES}source.ImagesOfRun", keys, files=files)
     for text in run.warnings:
         to_stderr(text)
     with tempfile.TemporaryDirectory(prefix="gpipe-predict-") as folder:
-        found = run.launch("gpipe_cli.inference.evaluate:predict", config, Path(folder), tell)
+        found = run.launch("gpipe_cli.inference.evaluate:predict", settings, Path(folder), tell)
     table = csv.writer(sys.stdout, lineterminator="\n")
     table.writerow(["file", "class", "probability"])
     table.writerows([file, name, f"{probability:.4f}"] for file, (name, probability) in zip(files, found, strict=True))
@@ -66,24 +68,6 @@ def images_at(place: Path) -> Iterator[Path]:
     if not place.is_dir() and not place.is_file():
         raise ConfigurationError(f"{place}: there is no such file or folder")
     yield from found or [place]
-
-
-def source_of(data: dict[str, Any], files: Sequence[str], vocabularies: Path) -> dict[str, Any]:
-    """Returns the section data for these images, transformed as in the run's evaluations.
-
-    Args:
-        data: the section of the run's configuration.
-        vocabularies: the run's folder, with the names of its classes.
-
-    Raises:
-        ConfigurationError: the run was not trained on images of ours.
-    """
-    if not data["_target_"].startswith(IMAGES):
-        raise ConfigurationError(f"data._target_={data['_target_']}: gpipe-predict knows images of {IMAGES}* only")
-    keys = ("image_size", "evaluation_crop", "batch_size")
-    known = {key: data[key] for key in keys if data.get(key) is not None}
-    source = {"_target_": f"{IMAGES}source.ImagesOfRun", "files": list(files), "vocabularies": str(vocabularies)}
-    return {**source, **known}
 
 
 if __name__ == "__main__":

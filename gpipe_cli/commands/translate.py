@@ -18,18 +18,12 @@ task.generation.length_exponent=0.5   favours longer translations: scores are di
 task.generation.group=64      sentences that are translated together
 """  # --help prints this
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.commands.lines import OWN, answer_lines, line_config
+from gpipe_cli.commands.lines import OWN, answer_lines, reopened, with_vocabularies
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.command import read_words, run_command
-
-if TYPE_CHECKING:
-    from gpipe_cli.jobs.reopen import Reopened
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,22 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _translate(words: Sequence[str]) -> int:
-    return answer_lines("gpipe-translate", read_words(words, OWN), "gpipe_cli.inference.lines:translate", worker_config)
-
-
-def worker_config(run: Reopened) -> dict[str, Any]:
-    """Returns the workers' configuration, see `line_config`.
-
-    Raises:
-        ConfigurationError: the run's model does not translate, or there is more than one replica.
-    """
+    line = read_words(words, OWN)
+    run = reopened("gpipe-translate", line)
     if not run.prepared.config["task"].get("generation"):
         raise ConfigurationError(
             f"{run.info.run_dir}: its task has no section generation, so it does not translate; texts are continued by "
             "gpipe-generate. If its model is a translation, type "
             "+task.generation='{per_language:1,per_language_at_end:1,group:64,max_length:64}'"
         )
-    return line_config(run, "gpipe-translate")
+    scores = line.own.get("scores", False)
+    return answer_lines(run, "gpipe_cli.inference.lines:translate", with_vocabularies(run), scores)
 
 
 if __name__ == "__main__":

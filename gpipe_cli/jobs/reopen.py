@@ -1,8 +1,7 @@
 """Opens a run again, for the commands that use its weights: gpipe-eval, -translate, -generate. Imports no torch.
 
-    run = open_run("runs/NAME", ["pipeline.K=4"])
-    config = {"settings": run.prepared.config, "checkpoint": str(run.info.path), …}  # for assemble_from_checkpoint
-    run.launch("gpipe_cli.inference.…:main", config, folder, on_event)
+    run = open_run("runs/NAME", Words(["pipeline.K=4"]))
+    run.launch("gpipe_cli.inference.…:main", run.prepared.config, folder, on_event)
 
 The configuration comes from the checkpoint, so a run directory can be moved. Overrides are typed as for gpipe-train.
 What depends on the machine is chosen anew unless it is typed: as many workers as there are devices, one replica, and
@@ -21,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.checkpoint.compatibility import with_vocabulary
-from gpipe_cli.checkpoint.files import CheckpointInfo, find
+from gpipe_cli.checkpoint.files import CheckpointInfo, find, vocabulary_folder
 from gpipe_cli.config import TYPED
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import trust
@@ -29,6 +28,7 @@ from gpipe_cli.jobs.configuration import CONF, Prepared, composed, in_one_line, 
 from gpipe_cli.jobs.job import EntryPoint, launch_program
 from gpipe_cli.launch.join import joined
 from gpipe_cli.launch.supervisor import OnEvent
+from gpipe_cli.terminal.command import Words
 from gpipe_cli.terminal.runs import read_run
 
 ANEW: Mapping[str, Any] = {
@@ -60,8 +60,26 @@ class Reopened:
     warnings: list[str]
     named: Sequence[str]
 
-    def launch(self, entry: str, config: dict[str, Any], folder: Path, on_event: OnEvent) -> Any:
-        """Runs an entry point in workers (`launch_program`). A refusal of the configuration names the manifest."""
+    def with_data(self, target: str, keys: Sequence[str], **given: Any) -> dict[str, Any]:
+        """Returns the configuration with another source of data, which has the run's vocabularies or names of classes.
+
+        Args:
+            target: `_target_` of the source.
+            keys: keys of the run's own data that it takes; those without a value are left out.
+            given: its further arguments.
+        """
+        data = self.prepared.config["data"]
+        taken = {key: data[key] for key in keys if data.get(key) is not None}
+        source = {"_target_": target, "vocabularies": str(vocabulary_folder(self.info.run_dir)), **taken, **given}
+        return {**self.prepared.config, "data": source}
+
+    def launch(self, entry: str, settings: Mapping[str, Any], folder: Path, on_event: OnEvent, **more: Any) -> Any:
+        """Runs an entry point in workers (`launch_program`). A refusal of the configuration names the manifest.
+
+        Args:
+            entry: "package.module:function"; it gets ``settings``, the path of the checkpoint, and ``more``.
+        """
+        config = {"settings": settings, "checkpoint": str(self.info.path.absolute()), **more}
         with self.info.named(self.named):
             return launch_program(EntryPoint(entry), config, folder, on_event)
 
@@ -73,14 +91,13 @@ class Reopened:
         trust.refuse_unnamed_paths(self.prepared.config["data"], self.named, recorded, manifest)
 
 
-def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted: Sequence[str] = ()) -> Reopened:
+def open_run(checkpoint: str, line: Words) -> Reopened:
     """Opens a checkpoint and applies overrides to the configuration recorded in it.
 
     Args:
         checkpoint: a run directory, or one checkpoint in it.
-        words: overrides: ``pipeline.K=4``, ``task.generation.beam=1``, ``precision=bf16``.
-        step: the checkpoint of a run directory: a number, "best" or "last".
-        trusted: the value of `trust=`: what the checkpoint may call beside gpipe-cli's own code.
+        line: words of the command line: overrides; `step=`, the checkpoint of a run directory; `trust=`, what the
+            checkpoint may call beside gpipe-cli's own code.
 
     Raises:
         ConfigurationError: there is no such run or checkpoint (CheckpointError), the configuration is wrong, it calls
@@ -88,7 +105,8 @@ def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted:
     """
     if joined():
         raise ConfigurationError("it starts its own workers: call it without torchrun")
-    info, warnings = find(Path(checkpoint).expanduser(), step)
+    words, trusted = line.overrides, line.own.get("trust", ())
+    info, warnings = find(Path(checkpoint).expanduser(), line.own.get("step", "last"))
     trust.refuse_interpolations(info.state.configuration, info.path)
     keys = ["data.cache_dir", *(word.partition("=")[0].lstrip("+") for word in words)]  # cache_dir is this machine's
     with info.named(keys):

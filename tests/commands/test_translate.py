@@ -15,6 +15,7 @@ from run_files import rows
 
 from gpipe_cli.commands import generate, translate
 from gpipe_cli.jobs import reopen
+from gpipe_cli.terminal.command import Words
 
 Capture = pytest.CaptureFixture[str]
 INLINE = ["launch.inline=true", "pipeline.workers=1"]
@@ -118,11 +119,11 @@ def test_a_wrong_call_is_told(words: list[str], message: str, run: Path, capsys:
 
 
 def test_overrides_change_the_configuration_that_the_checkpoint_was_made_with(run: Path) -> None:
-    opened = reopen.open_run(str(run), ["pipeline.K=2", "precision=bf16", "task.generation.beam=3"])
+    opened = reopen.open_run(str(run), Words(["pipeline.K=2", "precision=bf16", "task.generation.beam=3"]))
     settings = opened.prepared.settings
     assert (opened.info.run_dir, opened.info.step) == (run, 1)
     assert (settings.pipeline.K, settings.precision.autocast, settings.task["generation"]["beam"]) == (2, "bfloat16", 3)
-    assert settings.model == reopen.open_run(str(run), []).prepared.settings.model
+    assert settings.model == reopen.open_run(str(run), Words()).prepared.settings.model
     assert settings.pipeline.partition == "auto"  # the run's sizes were for three cells
 
 
