@@ -26,7 +26,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -61,17 +60,10 @@ class Request(NamedTuple):
     options: Options
 
 
-class _Progress:
-    """Prints lines of progress on standard error: over one another on a terminal, else one in ten seconds."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def __call__(self, line: str) -> None:
-        on_terminal = sys.stderr.isatty()
-        if on_terminal or time.monotonic() - self._last > 10:
-            self._last = time.monotonic()
-            print(line, end="\x1b[K\r" if on_terminal else "\n", file=sys.stderr, flush=True)
+def show_progress(line: str) -> None:
+    """Prints a line of progress over the last one, on a terminal; a file gets none."""
+    if sys.stderr.isatty():
+        print(line, end="\x1b[K\r", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +78,7 @@ def _run(words: Sequence[str]) -> int:
 
     searches = options.best or options.fit or options.grow or settings.pipeline.auto
     with stopping_on_signals() if searches else nullcontext(lambda: False) as stopped:
-        plan = find_plan(settings, options, Listener(_Progress(), stopped))
+        plan = find_plan(settings, options, Listener(show_progress, stopped))
     if options.format == "lists":
         show(as_text(plan.lists).rstrip())
     else:
@@ -127,8 +119,7 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
         ConfigurationError: it has one line for each mistake.
     """
     from gpipe_cli.config import Settings
-    from gpipe_cli.jobs.configuration import composed, plain
-    from gpipe_cli.jobs.machine import most_workers
+    from gpipe_cli.jobs.configuration import composed, most_workers, plain
     from gpipe_cli.jobs.trust import look_here, targets
     from gpipe_cli.planner.options import Options
 

@@ -24,9 +24,8 @@ from gpipe_cli import gpus
 from gpipe_cli.checkpoint.files import step_directories
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.jobs import machine as this_machine
-from gpipe_cli.jobs import torchrun
-from gpipe_cli.jobs.machine import choose_workers
+from gpipe_cli.jobs import configuration, torchrun
+from gpipe_cli.jobs.configuration import choose_workers
 from gpipe_cli.launch.context import Context
 from gpipe_cli.launch.join import adopt_step, first_host
 
@@ -255,8 +254,8 @@ PIPELINE = PipelineConfig(**{**composed()["pipeline"], "K": 16, "cost": "flops",
 def test_workers_follow_the_devices(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], machine: tuple[int, int], workers: int, line: str
 ) -> None:
-    monkeypatch.setattr(this_machine, "count_gpus", lambda: machine[0])
-    monkeypatch.setattr(this_machine, "usable_cores", lambda: machine[1])
+    monkeypatch.setattr(configuration, "count_gpus", lambda: machine[0])
+    monkeypatch.setattr(configuration, "usable_cores", lambda: machine[1])
     assert choose_workers(replace(PIPELINE, **changes), inline=False, world_size=None) == (workers, line)
 
 
