@@ -21,7 +21,7 @@ from gpipe_cli.checkpoint.files import step_directories, step_of
 from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.beginning import RESTARTS, Restarts, with_checkpoint
 from gpipe_cli.jobs.configuration import Prepared, composed_with_hydra, prepare, resolved, without_hydra
-from gpipe_cli.jobs.page import PLAN, write_page
+from gpipe_cli.jobs.page import PLAN, words_of, write_page
 from gpipe_cli.jobs.run_directory import RunRecord, require_writable, sole_writer, where_it_is
 from gpipe_cli.launch.join import join, joined
 from gpipe_cli.launch.report import WorkerFailed
@@ -115,7 +115,9 @@ def run_job(
         sys.stdout = sys.stderr  # standard output gets the report and nothing else
     logging.raiseExceptions = False  # a train.log that cannot be written prints no tracebacks between the lines
     record = RunRecord(run_dir, composed, keep=is_sweep)
-    with Console(*_console_settings(composed), silent=not torchrun.is_first(), brief=is_sweep) as console:
+    every = 1 if prepared is None else prepared.settings.logging.every  # a sweep's jobs print no such lines
+    mode = OmegaConf.select(composed, "logging.console")
+    with Console(every, mode, silent=not torchrun.is_first(), brief=is_sweep) as console:
         if is_sweep:
             words = " ".join(word.lstrip("+") for word in place.overrides.task)
             console.say(f"\njob {place.job.num}  {words}")
@@ -146,52 +148,41 @@ def _run_workers(
 ) -> Any:
     """Runs the workers, again after a failure if that can help; returns the entry point's result on rank 0."""
     run_dir = record.run_dir
-    config: dict[str, Any] = {"settings": with_checkpoint(prepared, run_dir, console), "started_at": started_at}
+    settings = with_checkpoint(prepared, run_dir, console)
     choices = HydraConfig.get().runtime.choices  # a model brings along others than the defaults
     options = " ".join(f"{group}={choices[group]}" for group in GROUPS if choices.get(group))
     for line in (options, prepared.line):
         console.detail(line)
-    restarts = Restarts(config["settings"], run_dir, console)
-    events = _Events(record, restarts, console)
+    restarts = Restarts(settings, run_dir, console)
+
+    def handle(event: dict[str, Any]) -> None:
+        """Handles an event of a worker. Before "begun" it may refuse the run, so no file of an earlier run changes."""
+        kind = event.get("kind")
+        if kind == "begun":
+            record.begin()
+            restarts.begun = True
+            for earlier in (PLAN, *((RESTARTS,) if not restarts.records else ())):
+                (run_dir / earlier).unlink(missing_ok=True)
+        elif kind == "drawn":
+            write_page(run_dir, console.warn, running=True)
+        elif kind == "chosen":
+            record.choose(event["keys"])
+            console.say(f"chosen: {words_of(event['keys'])}")
+        else:
+            console(event)
+
     try:
         while True:
-            started = {**config, "settings": restarts.settings, "restarts": restarts.records}
+            config = {"settings": restarts.settings, "started_at": started_at, "restarts": restarts.records}
             try:
                 if joined():
-                    return join(torchrun.ENTRY, {"entry": program.entry, "config": started}, run_dir, events)
-                return launch_program(program, started, run_dir, events)
+                    return join(torchrun.ENTRY, {"entry": program.entry, "config": config}, run_dir, handle)
+                return launch_program(program, config, run_dir, handle)
             except WorkerFailed as failed:
                 restarts.prepare_next(failed)  # or raises it
     except (KeyboardInterrupt, SystemExit):
         console.say(f"{_how_to_go_on(run_dir, program)}\n{where_it_is(run_dir)}")
         raise
-
-
-@dataclass(frozen=True)
-class _Events:
-    """Handles the workers' events. Some change files of the run; all others go to the console.
-
-    Before the event "begun" a worker may still refuse the run, so nothing of an earlier run in its directory changes.
-    """
-
-    record: RunRecord
-    restarts: Restarts
-    console: Console
-
-    def __call__(self, event: dict[str, Any]) -> None:
-        kind, run_dir = event.get("kind"), self.record.run_dir
-        if kind == "begun":
-            self.record.begin()
-            self.restarts.begun = True
-            for earlier in (PLAN, *((RESTARTS,) if not self.restarts.records else ())):
-                (run_dir / earlier).unlink(missing_ok=True)
-        elif kind == "drawn":
-            write_page(run_dir, self.console.warn, running=True)
-        elif kind == "chosen":
-            self.record.choose(event["keys"])
-            self.console.say("chosen: " + " ".join(f"{key}={typed(value)}" for key, value in event["keys"].items()))
-        else:
-            self.console(event)
 
 
 def _how_to_go_on(run_dir: Path, program: EntryPoint) -> str:
@@ -232,12 +223,3 @@ def launch_program(program: EntryPoint, config: dict[str, Any], run_dir: Path, o
         grace_seconds=how["grace_seconds"],
     )
     return launch_inline(job, on_event) if how["inline"] else launch(job, on_event)
-
-
-def _console_settings(composed: DictConfig) -> tuple[int, Any]:
-    """Returns `logging.every` and `logging.console` of a configuration that is not checked yet.
-
-    Wrong values give the defaults, because the console must print their refusal.
-    """
-    every, mode = OmegaConf.select(composed, "logging.every"), OmegaConf.select(composed, "logging.console")
-    return (every if isinstance(every, int) and every > 0 else 1), ("plain" if mode == "plain" else "auto")

@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
@@ -47,12 +47,12 @@ class Console(logging.Handler):
 
     Args:
         every: steps between progress lines.
-        mode: "auto" shows a progress bar if standard output is a terminal; "plain" never does.
+        mode: "auto" shows a progress bar if standard output is a terminal; anything else never does.
         silent: prints nothing: another process of the same job does.
         brief: prints a few lines of each run: its first step, evaluations and end; the rest goes only to train.log.
     """
 
-    def __init__(self, every: int, mode: Literal["auto", "plain"], silent: bool = False, brief: bool = False) -> None:
+    def __init__(self, every: int, mode: str, silent: bool = False, brief: bool = False) -> None:
         super().__init__(logging.WARNING)
         self._every, self._silent, self._brief, self._lost = every, silent, brief, False
         self._rich = RichConsole(highlight=False, markup=False, soft_wrap=True)
