@@ -7,8 +7,6 @@ from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, zip_longest
-from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,13 +73,11 @@ class Grid:
 
     Attributes:
         title: the table's title on a page; empty: none.
-        beside: number of parts in which a long table is divided, which stand side by side.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
     title: str = ""
-    beside: int = 1
 
     @property
     def classes(self) -> list[Markup]:
@@ -89,15 +85,8 @@ class Grid:
         right = [all(is_number(row[place]) for row in self.rows) for place in range(len(self.columns))]
         return [Markup(' class="n"' if flush else "") for flush in right]
 
-    @property
-    def parts(self) -> list[Sequence[Sequence[object]]]:
-        """Returns the rows of each part."""
-        size = ceil(len(self.rows) / self.beside) or 1
-        return [self.rows[first : first + size] for first in range(0, len(self.rows), size)]
-
     def text(self) -> str:
-        beside = zip_longest(*self.parts, fillvalue=[""] * len(self.columns))
-        return text_table([*self.columns] * max(1, len(self.parts)), [[*chain(*rows)] for rows in beside])
+        return text_table(self.columns, self.rows)
 
 
 class Image(NamedTuple):

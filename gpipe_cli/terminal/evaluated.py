@@ -31,7 +31,7 @@ def by_language(bleu: Mapping[str, float], evaluation: Mapping[str, Any], few: C
         facts = [code + "*" * (code in few), name_of(code), sizes.get(code, ""), sentences.get(code, "")]
         rows.append([*facts, f"{score:.1f}", Cell(bar=f"{score / longest:.0%}"), copied])
     title = "BLEU by language, from the most to the least training data"
-    return Grid(["language", "", "pairs", "sentences", "BLEU", "", "copying"], rows, title, beside=2)
+    return Grid(["language", "", "pairs", "sentences", "BLEU", "", "copying"], rows, title)
 
 
 def by_class(report: Mapping[str, Any]) -> Iterator[Block]:
@@ -51,14 +51,10 @@ def by_class(report: Mapping[str, Any]) -> Iterator[Block]:
         yield _confusion(names, found)
     else:
         yield Lines([f"The table has the {MOST_ROWS} worst of {len(names):,} classes."])
-    mistakes = [
-        Image(
-            b64decode(one["image"]),
-            f"{names[one['label']]}, taken for {names[one['predicted']]} ({percent(one['probability'])})",
-        )
-        for one in report["worst"]
-        if one["image"]
-    ]
+    mistakes = []
+    for one in (each for each in report["worst"] if each["image"]):
+        said = f"{names[one['label']]}, taken for {names[one['predicted']]} ({percent(one['probability'])})"
+        mistakes.append(Image(b64decode(one["image"]), said))
     if mistakes:
         yield Images(mistakes, "The most certain mistakes")
 
