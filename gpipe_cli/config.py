@@ -183,12 +183,6 @@ class TrainerConfig:
     average: Share | None
     trace_steps: Count | list[Count] | None
 
-    @property
-    def traced_steps(self) -> list[int]:
-        """Returns `trace_steps` as a list."""
-        steps = self.trace_steps
-        return steps if isinstance(steps, list) else [] if steps is None else [steps]
-
 
 @dataclass(frozen=True)
 class PrecisionConfig:

@@ -18,7 +18,6 @@ MEMORY_FACTS, PROCESSORS = Path("/proc/meminfo"), Path("/proc/cpuinfo")
 WAITS = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, nanoseconds waiting for one, turns
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_MALLOC_SETTINGS = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_"}
 _KEPT = (1 << 31) - 1  # bytes, the most that mallopt takes
 
 
@@ -120,11 +119,8 @@ def keep_freed_memory() -> None:
     """Keeps freed tensors' memory in the process for the next micro-batch.
 
     By default glibc returns it to the system and requests it again page by page: with the activations of M
-    micro-batches alive, as in `gpipe`, that is thousands of page faults in every step (benchmarks/overhead.py). The
-    user's own settings of malloc in the environment are left alone.
+    micro-batches alive, as in `gpipe`, that is thousands of page faults in every step (benchmarks/overhead.py).
     """
-    if _MALLOC_SETTINGS & os.environ.keys() or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
-        return
     for setting in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
         ctypes.CDLL(None).mallopt(setting, _KEPT)
 

@@ -62,9 +62,9 @@ class Drawing:
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
         self.parts += [f'<path class="s-{colour}" stroke-width="{width}"{dashes} d="{path}"/>'] * bool(path)
 
-    def dots(self, points: Sequence[tuple[float, float]], colour: str, radius: float = 3.0) -> None:
+    def dots(self, points: Sequence[tuple[float, float]], colour: str) -> None:
         """Adds a dot at each point."""
-        self.parts += [f'<circle class="f-{colour}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>' for x, y in points]
+        self.parts += [f'<circle class="f-{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points]
 
     def text(
         self,

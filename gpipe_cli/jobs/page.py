@@ -104,8 +104,7 @@ def _evaluated(folder: Path, rows: Sequence[Row], evaluations: Sequence[Row]) ->
 
 def _draw_loss(rows: Sequence[Row], evaluations: Sequence[Row]) -> Drawing:
     """Draws the training loss of every step, a smoothed curve, and the loss of every evaluation."""
-    known = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
-    trained = known[:: 1 + len(known) // MOST_POINTS]
+    trained = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
     smoothed = running_means([loss for _, loss in trained], 0.02)
     numbers = (name for row in evaluations for name, value in row.items() if isinstance(value, float))
     metric = next(numbers, "")  # the task's first metric is the loss

@@ -208,21 +208,13 @@ class _Workers:
         """Handles all messages that arrive within `timeout` seconds: events, results, failures and ends."""
         for rank, message in self._messages(timeout):
             if "event" in message:
-                self._show({"rank": rank, **message["event"]})
+                self._on_event({"rank": rank, **message["event"]})
             elif "finished" in message:
                 self.results[rank] = message["finished"]
             elif "failed" in message:
                 self._reports[rank] = report.received(self._directory, message["failed"])
             elif message["rank"] not in self.results:
                 self._failures.append(self._failure(message["rank"], message["exit_code"]))
-
-    def _show(self, event: dict[str, Any]) -> None:
-        """Gives an event to `on_event`."""
-        try:
-            self._on_event(event)
-        except OSError:  # a closed terminal (SIGHUP) shows nothing any more; the run still saves and stops in order
-            if not self._signals.received:
-                raise
 
     def _failure(self, rank: int, exit_code: int) -> report.Failure:
         """Returns the failure of a process that has ended: its own report, or one made of its exit code and log."""
@@ -258,11 +250,11 @@ class _Workers:
                 with contextlib.suppress(OSError):  # the worker is gone
                     self._open[rank].send(STOP)
             name = self._signals.received[0].name
-            self._show({"event": "stopping", "signal": name, "grace_seconds": self._job.grace_seconds})
+            self._on_event({"event": "stopping", "signal": name, "grace_seconds": self._job.grace_seconds})
         if now < self._stop_deadline and len(self._signals.received) == 1:
             return False
         stacks = f"their stacks are at the end of {self._directory}/rank_*.log"
-        self._show({"event": "killed", "message": f"the workers were killed before they had stopped; {stacks}"})
+        self._on_event({"event": "killed", "message": f"the workers were killed before they had stopped; {stacks}"})
         return True
 
     def _signal_all(self, number: signal.Signals) -> None:

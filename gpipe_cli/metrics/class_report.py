@@ -1,10 +1,9 @@
-"""Reports on predicted classes: confusions, the worst mistakes with their images; pictures of what a network sees."""
+"""Reports on predicted classes: confusions, the worst mistakes with their images."""
 
 import io
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
-from math import ceil, sqrt
 from typing import Any
 
 from torch import Tensor
@@ -54,11 +53,3 @@ def png(image: Tensor, longest: int | None = None) -> bytes:
         picture.thumbnail((longest, longest))
     picture.save(file, "PNG")
     return file.getvalue()
-
-
-def sheet(images: Tensor) -> Tensor:
-    """Returns images, uint8 [n, 3, S, S], side by side in a square, with two white pixels between them."""
-    from torchvision.utils import make_grid  # type: ignore[import-untyped]  # slow
-
-    grid: Tensor = make_grid(images, nrow=ceil(sqrt(len(images))), pad_value=255)
-    return grid

@@ -17,7 +17,7 @@ from ..pipeline.step import PHASES, StepResult
 from ..schedule.schedule import StepSchedule
 from ..tasks.base import Task
 from .breakdown import mean_breakdown
-from .class_report import png, sheet
+from .class_report import png
 from .metrics_file import MetricsFile, json_safe
 from .records import Evaluation, Progress
 from .trace import Recording, draw_step, trace
@@ -191,11 +191,14 @@ class Journal(Notices):
         """Writes pictures/augmented.png: images as the network sees them in its first step."""
         if not isinstance(source, SquareImages):
             return
+        from torchvision.utils import make_grid  # type: ignore[import-untyped]  # slow
+
         path = self._run_dir / "pictures" / AUGMENTED
         with self._tried(path.parent):
             path.parent.mkdir(exist_ok=True)
             with whole_file(path) as draft:
-                draft.write_bytes(png(sheet(source.first_images(SHOWN))))
+                images = source.first_images(SHOWN)
+                draft.write_bytes(png(make_grid(images, nrow=math.ceil(math.sqrt(len(images))), pad_value=255)))
             self._track("picture", path.stem, path)
 
     def trace(self, step: int, recordings: Sequence[Recording]) -> None:

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -72,10 +71,10 @@ def run_command(
         if "--version" in words:
             show(f"{name} {__version__}")
             return 0
+        check_rank(os.environ, trains=say is not None)
         return work(words)
 
-    check = partial(check_rank, os.environ, trains=say is not None)
-    code = exit_code(name, check, to_stderr) or exit_code(name, answer, say or to_stderr)
+    code = exit_code(name, answer, say or to_stderr)
     try:
         sys.stdout.flush()
     except OSError:  # what failed before is still in its buffer

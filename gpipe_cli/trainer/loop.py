@@ -49,7 +49,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self.settings, self.pipeline = self.assembly.settings, self.assembly.pipeline
         self.where, self.message = self.pipeline.where, self.pipeline.message
-        self._traced = self.settings.trainer.traced_steps
+        steps = self.settings.trainer.trace_steps
+        self._traced = steps if isinstance(steps, list) else [steps]
 
     def run(self) -> None:
         """Trains until the last step, the end of the data, a limit, early stopping or a request to stop."""
