@@ -72,7 +72,7 @@ class PipelineConfig:
         schedule: the order of a worker's instructions: a kind, or a file of instruction lists.
         partition: the objective of the cut, or the layers of each cell; auto: the shortest simulated step.
         cost: how the cost of a layer is determined.
-        devices: speed and memory of each worker of a replica; null: they are alike.
+        worker_devices: speed and memory of each worker of a replica; null: they are alike.
         memory: most bytes that a worker may hold, as 16GB; null: all of its device.
         workers: processes of one replica; the command replaces "auto" by a number before workers start.
         replicas: copies of the pipeline.
@@ -94,7 +94,7 @@ class PipelineConfig:
     schedule: Kind | Annotated[str, AfterValidator(_named_as_file)]
     partition: Literal["auto", "min_variance"] | Annotated[list[Count], Field(min_length=1)]
     cost: Literal["flops", "parameters", "declared", "profile"]
-    devices: Annotated[list[WorkerDevice], Field(min_length=1)] | None
+    worker_devices: Annotated[list[WorkerDevice], Field(min_length=1)] | None
     memory: Bytes | None
     workers: Literal["auto"] | Depth
     replicas: Count
@@ -138,7 +138,7 @@ class PipelineConfig:
         """
         if self.workers != "auto":
             return self.workers
-        most = min(self.K, len(self.devices or ()) or room)
+        most = min(self.K, len(self.worker_devices or ()) or room)
         if "K" in self.auto or self.schedule not in ROUND_ROBIN:
             return most
         return max(number for number in range(1, most + 1) if self.K % number == 0)
@@ -146,7 +146,7 @@ class PipelineConfig:
     @property
     def speeds(self) -> list[float]:
         """Returns the relative speed of each worker's device; empty where they are alike."""
-        return [device.get("speed", 1.0) for device in self.devices or ()]
+        return [device.get("speed", 1.0) for device in self.worker_devices or ()]
 
     @property
     def worker_count(self) -> int:

@@ -31,13 +31,14 @@ from gpipe_cli.typed_section import nearest, shown, typed, unknown_key
 
 # Groups whose option custom is for a `_target_` of the user's own: it has no keys of another function's.
 CUSTOM = ("model", "data", "task", "optimizer", "lr_schedule")
-# Words of earlier releases, and what to type now.
+# Words and keys of earlier releases, and what to type now.
 RENAMED = {
     **{f"{group}=own": f"{group}=custom" for group in CUSTOM},
     "model=layers": "model=custom",
     "optimizer=muon_language_model": "optimizer=muon_tables",
     "lr_schedule=cosine_short": "lr_schedule=cosine_warmup_20",
     "pipeline=kept": "pipeline=laptop",
+    "pipeline.devices": "pipeline.worker_devices",
     "checkpoint=default": "nothing: the section checkpoint is no group any more",
     "logging=default": "nothing: the section logging is no group any more",
 }
@@ -85,13 +86,13 @@ def for_hydra(words: Sequence[str]) -> list[str]:
     Raises:
         ConfigurationError: a word is of an earlier release, or a group's option is null or a number.
     """
-    if old := next((word for word in words if word in RENAMED), None):
+    keys = {word.partition("=")[0] for word in words}
+    if old := next((word for word in [*words, *keys] if word in RENAMED), None):
         raise ConfigurationError(f"{old} has another name by now: type {RENAMED[old]}")
     words = [word for word in words if word not in ("experiment=null", "debug=null")]  # null is their default
     for group, _, option in (word.partition("=") for word in words):
         if re.fullmatch(r"null|true|false|[-+.\d]*", option, re.IGNORECASE) and (CONF / group).is_dir():
             raise ConfigurationError(f"{group}={option}: {group} needs one of {', '.join(_options(group))}")
-    keys = {word.partition("=")[0] for word in words}
     chosen = [f"{group}=custom" for group in CUSTOM if f"{group}._target_" in keys and group not in keys]
     own = {word.partition(".")[0] for word in words if "_target_" in word}
     return chosen + [f"++{word}" if word.partition(".")[0] in own.intersection(FREE_FORM) else word for word in words]
@@ -120,13 +121,10 @@ def composed_with_hydra(config_name: str, words: Sequence[str], folder: str | No
     """
     if folder and not Path(folder).is_dir():
         raise ConfigurationError(f"--config-dir {folder}: there is no such folder")
-    places = [CONF, *([Path(folder).absolute()] if folder else [])]
-    if (places[-1] / f"{config_name}.yaml").is_file():  # Hydra looks for it in the first place alone
-        places.reverse()
-    search = [f"hydra.searchpath=[file://{place}]" for place in places[1:]]
+    search = [f"hydra.searchpath=[file://{Path(folder).absolute()}]"] if folder else []
     GlobalHydra.instance().clear()
     try:
-        with stop_noted(), initialize_config_dir(str(places[0]), version_base="1.3"):
+        with stop_noted(), initialize_config_dir(str(CONF), version_base="1.3"):
             config = compose(config_name, [*for_hydra(words), *search], return_hydra_config=True)
     except Exception as error:
         raise ConfigurationError(in_one_line(error, words)) from error
@@ -322,7 +320,7 @@ def _no_such_option(error: MissingConfigException) -> str:
     path = (error.missing_cfg_file or "").removesuffix(".yaml")
     group, slash, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
     if not slash:
-        return f"there is no configuration {path}.yaml: leave out --config-name, or give --config-dir too"
+        return f"there is no {path}.yaml in conf/, nor in the folder of --config-dir"
     options = sorted({*(error.options or ()), *_options(group, re.findall(r"path=file://(.+)", str(error)))})
     near = nearest(option, options) or [name for name in options if name.startswith(f"{option.strip('/')}/")][:3]
     guess = f"did you mean {' or '.join(f'{group}={name}' for name in near)}? " if near else ""

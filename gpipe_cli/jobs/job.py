@@ -68,8 +68,7 @@ def run_once(line: Words, program: EntryPoint, started_at: float, places: Sequen
     Raises:
         ConfigurationError: it has one line for each mistake.
     """
-    name = line.value("--config-name", "-cn") or program.config_name
-    config = composed_with_hydra(name, [*line.overrides, *places], line.folder)
+    config = composed_with_hydra(program.config_name, [*line.overrides, *places], line.folder)
     config.hydra.mode = RunMode.RUN
     HydraConfig.instance().set_config(config)
     prepared = prepare(without_hydra(config), trains=True)
@@ -80,9 +79,9 @@ def run_once(line: Words, program: EntryPoint, started_at: float, places: Sequen
 
     # Hydra makes the directory, opens train.log, and calls what a user has put into hydra.callbacks.
     context = HydraContext(cast(Any, None), callbacks := Callbacks(config))  # only a sweep loads further configurations
-    callbacks.on_run_start(config=config, config_name=name)
+    callbacks.on_run_start(config=config, config_name=program.config_name)
     ended = hydra_utils.run_job(run, config, "hydra.run.dir", None, context)
-    callbacks.on_run_end(config=config, config_name=name, job_return=ended)
+    callbacks.on_run_end(config=config, config_name=program.config_name, job_return=ended)
     code: int = ended.return_value
     return code
 

@@ -66,8 +66,8 @@ def open_sweep(line: Words, program: EntryPoint, places: Sequence[str]) -> tuple
     except HydraException as error:
         raise ConfigurationError(in_one_line(error)) from error
     fixed = [word for word in words if not word.is_sweep_override()]
-    name = line.value("--config-name", "-cn") or program.config_name
-    config = composed_with_hydra(name, [*(str(word.input_line) for word in fixed), *places], line.folder)
+    typed_words = [str(word.input_line) for word in fixed]
+    config = composed_with_hydra(program.config_name, [*typed_words, *places], line.folder)
     directory = Path(resolved(config, "hydra.sweep.dir"))
     require_writable("hydra.sweep.dir", directory)
     keys = ",".join(word.key_or_group for word in fixed if not word.is_hydra_override())

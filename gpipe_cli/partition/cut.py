@@ -129,8 +129,9 @@ def cut_by_times(
     Raises:
         ConfigurationError: more cells than layers, sizes that do not add up, or more workers than cells.
     """
-    if config.devices and len(config.devices) != workers:
-        said = f"pipeline.devices describes {len(config.devices)} devices but a replica has {workers} workers"
+    devices = config.worker_devices or ()
+    if devices and len(devices) != workers:
+        said = f"pipeline.worker_devices describes {len(devices)} devices but a replica has {workers} workers"
         raise ConfigurationError(f"{said}: describe one device for each")
     inseparable = {index: found.names[index] for index in found.joined}
     if config.partition == "auto":

@@ -28,7 +28,7 @@ def limits_of_workers(pipeline: PipelineConfig, memory: Sequence[float]) -> list
     Args:
         memory: bytes of each worker's device.
     """
-    devices = pipeline.devices or [{}] * len(memory)
+    devices = pipeline.worker_devices or [{}] * len(memory)
     typed = [device.get("memory", pipeline.memory) for device in devices]
     return [there if own is None else own for own, there in zip(typed, memory, strict=True)]
 

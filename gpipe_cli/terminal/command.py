@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -145,10 +146,10 @@ def _reader_is_gone() -> bool:
 
 # -- the words of a command line ---------------------------------------------------------------------------------------
 
-WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--info", "-i")
+WITH_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--info", "-i")
 ANSWERED_BY_HYDRA = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--resolve", "--shell-completion", "-sc")
 OF_PLANS = ("--config-dir", "-cd")
-OF_HYDRA = (*OF_PLANS, "--config-name", "-cn", "--multirun", "-m", *ANSWERED_BY_HYDRA)
+OF_HYDRA = (*OF_PLANS, "--multirun", "-m", *ANSWERED_BY_HYDRA)
 
 
 @dataclass(frozen=True)
@@ -169,13 +170,9 @@ class Words:
 
     @property
     def folder(self) -> str | None:
-        """Returns the folder of `--config-dir`."""
-        return self.value(*OF_PLANS)
-
-    def value(self, *names: str) -> str | None:
-        """Returns the value of an option that has these names, None if it was not typed."""
+        """Returns the folder of `--config-dir`; None if it was not typed."""
         words = [part for word in self.options for part in word.split("=", 1)]
-        return next((words[place + 1] for place, word in enumerate(words[:-1]) if word in names), None)
+        return next((value for name, value in pairwise(words) if name in OF_PLANS), None)
 
     def has(self, *names: str) -> bool:
         """Returns whether one of these options was typed."""

@@ -244,7 +244,7 @@ def memory_of_workers(settings: Settings, world: World) -> list[float] | None:
         free = world.all_gather(free_memory_of_gpu(world.device))
         sharing = workers_on_a_gpu(pipeline)
         return [room_for_tensors(min(free[worker :: world.workers]), sharing) for worker in range(world.workers)]
-    typed = pipeline.memory is not None or any("memory" in device for device in pipeline.devices or ())
+    typed = pipeline.memory is not None or any("memory" in device for device in pipeline.worker_devices or ())
     return [inf] * world.workers if typed else None
 
 

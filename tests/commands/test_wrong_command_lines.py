@@ -17,6 +17,7 @@ CASES = {  # command line to what the answer must contain
     "train precision.loss_scale=1000": "precision.loss_scale=1000 is no power of two, and would round: use 1024",
     "train pipeline.k=4": "there is no key pipeline.k; did you mean pipeline.K?",
     "train model=layers": "model=layers has another name by now: type model=custom",
+    "train pipeline.devices=[{speed:1}]": "pipeline.devices has another name by now: type pipeline.worker_devices",
     "train experimnt=nmt": "there is no key experimnt; did you mean experiment?",
     "train task.generation=null task.generation.beam=4": "it is switched off; leave out task.generation=null",
     "train pipeline.K=1,2": "pipeline.K=1,2 is a sweep: give one value",

@@ -133,13 +133,13 @@ def test_a_worker_on_a_cpu_shares_its_memory_with_its_process() -> None:
 def test_unequal_devices_get_work_by_their_speed_and_no_more_than_their_memory() -> None:
     words = ("model=transformer_lm", "model.L=20", "pipeline.K=2", "pipeline.remat=never", "plan.device=h100")
     even = planned(*words)
-    slow = planned(*words, "pipeline.devices=[{speed: 1},{speed: 0.5}]")
+    slow = planned(*words, "pipeline.worker_devices=[{speed: 1},{speed: 0.5}]")
     assert even.busiest_over_mean < 0.03
     assert 0.6 < slow.cells[0].layers / sum(cell.layers for cell in slow.cells) < 0.72
     assert slow.busiest_over_mean < 0.1
     assert even.step_seconds < slow.step_seconds < 2 * even.step_seconds
     small = f"{even.workers_plan[1].total / 2:.0f}"
-    fitting = planned(*words, f"pipeline.devices=[{{memory: 80GB}},{{memory: {small}}}]")
+    fitting = planned(*words, f"pipeline.worker_devices=[{{memory: 80GB}},{{memory: {small}}}]")
     assert fitting.fits and fitting.cells[0].layers > even.cells[0].layers
     assert [worker.limit for worker in fitting.workers_plan] == [80e9, float(small)]
 
