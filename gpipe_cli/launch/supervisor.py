@@ -151,8 +151,7 @@ class _Workers:
         with writing(self._directory):
             self._directory.mkdir(exist_ok=True)
         self.results: dict[int, Any] = {}
-        self._reports: dict[int, report.Failure] = {}
-        self._failures: list[report.Failure] = []
+        self._failures: dict[int, report.Failure] = {}  # by rank
         self._stop_deadline: float | None = None
         pairs = {rank: socket.socketpair() for rank in (STARTER, *range(job.workers))}
         with ExitStack() as handed_over:
@@ -196,7 +195,7 @@ class _Workers:
             if self._must_stop_now():
                 return None
         self._signal_all(signal.SIGKILL)  # the zygote could not start them, or was killed
-        return self._failure(STARTER, self._zygote.wait(GONE_SECONDS)).exception()
+        return self._silent_failure(STARTER, self._zygote.wait(GONE_SECONDS)).exception()
 
     def pause(self, *_: object) -> None:
         """Stops the workers with the command at Ctrl-Z, and continues them with it."""
@@ -212,14 +211,14 @@ class _Workers:
             elif "finished" in message:
                 self.results[rank] = message["finished"]
             elif "failed" in message:
-                self._reports[rank] = report.received(self._directory, message["failed"])
-            elif message["rank"] not in self.results:
-                self._failures.append(self._failure(message["rank"], message["exit_code"]))
+                self._failures[rank] = report.received(self._directory, message["failed"])
+            else:
+                ended = message["rank"]
+                if ended not in self.results and ended not in self._failures:
+                    self._failures[ended] = self._silent_failure(ended, message["exit_code"])
 
-    def _failure(self, rank: int, exit_code: int) -> report.Failure:
-        """Returns the failure of a process that has ended: its own report, or one made of its exit code and log."""
-        if rank in self._reports:
-            return self._reports[rank]
+    def _silent_failure(self, rank: int, exit_code: int) -> report.Failure:
+        """Returns the failure of a process that has ended without a report, made of its exit code and its log."""
         place = b"" if rank == STARTER else os.pread(self._places, Position.SIZE, rank * Position.SIZE)
         return report.silent_failure(self._directory, rank, exit_code, Position(bytearray(place)).known())
 
@@ -230,11 +229,11 @@ class _Workers:
         """
         start = time.monotonic()
         while STARTER in self._open:
-            echoes = all(failure.suspicion for failure in self._failures)
+            echoes = all(failure.suspicion for failure in self._failures.values())
             if time.monotonic() - start > (ECHO_SETTLE_SECONDS if echoes else SETTLE_SECONDS):
                 break
             self._listen(TICK_SECONDS)
-        return min(self._failures, key=lambda failure: (failure.suspicion, failure.time)).exception()
+        return min(self._failures.values(), key=lambda failure: (failure.suspicion, failure.time)).exception()
 
     def _must_stop_now(self) -> bool:
         """Passes a first request to stop on to the workers.

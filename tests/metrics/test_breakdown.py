@@ -3,22 +3,7 @@
 import pytest
 from schedule_rules import scheduled
 
-from gpipe_cli.metrics.breakdown import count_computations, even_durations, mean_breakdown, simulate_with
-from gpipe_cli.schedule.instruction import InstructionLists, Op
-
-
-def durations(lists: InstructionLists, forward: list[float], backward: list[float]) -> dict[tuple[Op, int], float]:
-    like_forward = (Op.FORWARD, Op.RECOMPUTE)
-    return {(op, cell): (forward if op in like_forward else backward)[cell] for op, cell in count_computations(lists)}
-
-
-def test_even_durations_keep_the_work_and_level_the_workers() -> None:
-    lists, placement = scheduled("gpipe", (0, 0, 1), 2, "never"), (0, 0, 1)
-    own = durations(lists, [1.0, 2.0, 5.0], [2.0, 4.0, 10.0])
-    even = even_durations(lists, placement, own)
-    # 8 of forward on 2 workers: 4 each, which worker 0 divides between its two cells.
-    assert [even[Op.FORWARD, cell] for cell in range(3)] == [2.0, 2.0, 4.0]
-    assert sum(simulate_with(lists, placement, even).busy) == sum(simulate_with(lists, placement, own).busy) == 48
+from gpipe_cli.metrics.breakdown import mean_breakdown
 
 
 def test_the_shares_of_a_step_by_hand() -> None:

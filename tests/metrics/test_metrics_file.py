@@ -12,7 +12,6 @@ from small_disk import fill, small_disk
 
 from gpipe_cli.checkpoint.files import latest
 from gpipe_cli.disk import DiskError
-from gpipe_cli.json_files import read_rows
 from gpipe_cli.metrics.metrics_file import MetricsFile
 
 
@@ -29,12 +28,6 @@ def test_a_resumed_run_replaces_the_rows_after_its_checkpoint_and_a_torn_one(tmp
     file = MetricsFile(path, 2)
     file.write({"step": 3, "loss": 1.0})
     assert rows(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0}]
-
-
-def test_rows_after_a_damaged_one_are_kept(tmp_path: Path) -> None:
-    (path := tmp_path / "m.jsonl").write_bytes(b'{\n{"step": 1}\n[]\n{"step": 2}\n{"step": 3}\n')
-    MetricsFile(path, 2).close()
-    assert read_rows(path) == ([{"step": 1}, {"step": 2}], [1, 3])
 
 
 # -- disks -----------------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """Tests BLEU by language and level of resource."""
 
-import pytest
 import sacrebleu
 
-from gpipe_cli.metrics.translation_scores import languages_of, resource_levels, with_averages
+from gpipe_cli.metrics.translation_scores import languages_of, with_averages
 from gpipe_cli.tasks.translation import TranslationTask
 
 REFERENCES = ["the cat sat on the mat", "two dogs ran over there today", "a bird sang in the old tree", "it rains"]
@@ -32,14 +31,3 @@ def test_levels_are_averaged() -> None:
 def test_a_language_with_few_sentences_counts_in_no_average() -> None:
     found = with_averages({"bleu/de": 10.0, "bleu/ru": 20.0, "bleu/sw": 90.0}, SIZES, few=["sw"])
     assert (found["bleu_average"], found["bleu_middle"]) == (15.0, 20.0) and "bleu_low" not in found
-
-
-def test_one_language_needs_no_averages() -> None:
-    scores = {"bleu": 20.0, "bleu/de": 20.0}
-    assert with_averages(scores, SIZES) == scores
-
-
-@pytest.mark.parametrize(("count", "thirds"), [(3, (1, 1, 1)), (4, (2, 1, 1)), (5, (2, 2, 1)), (102, (34, 34, 34))])
-def test_thirds_differ_by_at_most_one_language(count: int, thirds: tuple[int, int, int]) -> None:
-    levels = list(resource_levels({str(place): count - place for place in range(count)}).values())
-    assert levels == ["high"] * thirds[0] + ["middle"] * thirds[1] + ["low"] * thirds[2]
