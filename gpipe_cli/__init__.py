@@ -22,11 +22,8 @@ _clone = _Path(__file__).resolve().parent.parent
 if (_clone / "pyproject.toml").is_file() and (_clone / "conf").is_dir():
     __path__.append(str(_clone))
 
-_PUBLIC = {
-    "LayerBuilder": "layers",
-    "Pipeline": "library.pipeline",
-    "Task": "tasks.base",
-}  # docs/library.md says what they promise
+# docs/library.md says what they promise.
+_PUBLIC = {"LayerBuilder": "layers", "Pipeline": "library.pipeline", "Task": "tasks.base"}
 __all__ = ["LayerBuilder", "Pipeline", "Task"]  # made when asked for: the commands' own process imports no torch
 
 

@@ -27,7 +27,6 @@ from gpipe_cli.jobs.page import PAGE
 from gpipe_cli.jobs.run_directory import require_writable, where_it_is
 from gpipe_cli.launch.stop import stop_noted
 from gpipe_cli.terminal.command import FAILED, Words, show
-from gpipe_cli.terminal.document import Document
 from gpipe_cli.terminal.runs import compare, find_runs
 from gpipe_cli.typed_section import typed
 
@@ -104,6 +103,5 @@ def end_sweep(directory: Path) -> int:
     with suppress(OSError):
         document.save(directory / PAGE)
     with suppress(OSError):  # the terminal is closed
-        tables = Document("", [document.blocks[0], *table.matrix()]).text()
-        show(f"\n{tables}\n\n{where_it_is(directory)}")
+        show(f"\n{document.text()}\n\n{where_it_is(directory)}")
     return 0 if runs and all(run.status == "done" for run in runs) else FAILED

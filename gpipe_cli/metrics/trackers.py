@@ -1,9 +1,8 @@
 """Passes the figures of a run on to trackers of experiments: TensorBoard, Weights & Biases, or a user's own.
 
-A tracker has `start(config, run_dir)`, `log(step, numbers)`, `picture(name, path)` and `finish(summary)`, and may have
-`samples(step, samples)`, translations beside their references. They are
-called one after the other in a thread of its own, so that a slow one delays nothing; after its first error it is left
-alone.
+A tracker has some of `start(config, run_dir)`, `log(step, numbers)`, `samples(step, samples)` (translations beside
+their references), `picture(name, path)` and `finish(summary)`. They are called one after the other in a thread of its
+own, so that a slow one delays nothing; after its first error it is left alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ class Tracking:
 
     def call(self, method: str, *arguments: object) -> None:
         """Queues a call; never waits."""
-        if not self._given_up and (method != "samples" or hasattr(self._tracker, "samples")):
+        if not self._given_up:
             self._calls.put((method, arguments))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -43,7 +42,7 @@ class Tracking:
         while method != "finish" and not self._given_up:
             method, arguments = self._calls.get()
             try:
-                getattr(self._tracker, method)(*arguments)
+                getattr(self._tracker, method, lambda *_: None)(*arguments)
             except (Exception, SystemExit) as error:
                 self._give_up(f"{method}: {type(error).__name__}: {' '.join(str(error).split())}")
 
@@ -61,13 +60,13 @@ class TensorBoard:
     """
 
     def __init__(self, resumed_step: int) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter  # slow to import, and only rank 0 needs it
-
-        self._Writer, self._begin = SummaryWriter, resumed_step + 1
+        self._begin = resumed_step + 1
 
     def start(self, config: Mapping[str, Any], run_dir: Path) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter  # slow to import, and only rank 0 needs it
+
         # Files in the folder are new ones: named by second, host and process.
-        self._writer: Any = self._Writer(str(run_dir / "tensorboard"), purge_step=self._begin)
+        self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=self._begin)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
@@ -75,11 +74,9 @@ class TensorBoard:
         self._writer.flush()
 
     def samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
-        for number, of in enumerate(samples):
-            text = f"**{of['language']}** {of['source']}\n\n* reference: {of['reference']}\n* output: {of['output']}"
+        for number, sample in enumerate(samples):
+            text = "**{language}** {source}\n\n* reference: {reference}\n* output: {output}".format_map(sample)
             self._writer.add_text(f"samples/{number}", text, step)
-
-    def picture(self, name: str, path: Path) -> None: ...  # it shows none in SVG
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._writer.close()
