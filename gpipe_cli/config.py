@@ -71,13 +71,13 @@ class PipelineConfig:
         keep: the most graphs that each cell keeps at once, in place of `remat`: one number for all, or one for each.
         schedule: the order of a worker's instructions: a kind, or a file of instruction lists.
         partition: the objective of the cut, or the layers of each cell; auto: the shortest simulated step.
-        cost: how the cost of a layer is determined.
+        cost: source of the layers' costs.
         worker_devices: speed and memory of each worker of a replica; null: they are alike.
         memory: most bytes that a worker may hold, as 16GB; null: all of its device.
         workers: processes of one replica; the command replaces "auto" by a number before workers start.
         replicas: copies of the pipeline.
         threads: number for each worker; another number may change the last bits of results.
-        backend: how workers exchange tensors.
+        backend: library through which workers exchange tensors.
         device: the kind of device that workers compute on.
         sync_batchnorm: replicas share BatchNorm's training statistics (paper, section 2.2).
         compile: torch.compile compiles each layer.
@@ -258,8 +258,8 @@ class LaunchConfig:
 
     Attributes:
         grace_seconds: time from the request to stop until workers are killed. Not under torchrun and srun.
-        restarts: after a worker's death the run starts again from its newest checkpoint, at most so often. Under
-            torchrun its `--max-restarts` does this.
+        restarts: most starts again after a worker's death, each from the newest checkpoint. Under torchrun its
+            `--max-restarts` does this.
         inline: runs everything inside the command's own process, for a debugger.
     """
 

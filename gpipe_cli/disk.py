@@ -45,7 +45,7 @@ def writing(path: Path, advice: str = "", chosen: bool = False) -> Iterator[None
     """Turns an OSError about ``path``, a file or a folder, into a `DiskError`, within the context.
 
     Args:
-        advice: what to do about it, for the end of the message.
+        advice: words for the end of the message, which say what to do.
         chosen: True if the user chose the place: it is a ConfigurationError if no file can ever be made there.
     """
     try:

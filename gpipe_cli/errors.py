@@ -68,7 +68,7 @@ def place_in_users_code(error: BaseException | None) -> str | None:
     """Returns file and line of the innermost call in the user's own code; None if there is none.
 
     Args:
-        error: where to look; None: in the calls that run now.
+        error: exception whose traceback is searched; None: the calls that run now are.
     """
     now = traceback.walk_stack(sys._getframe(1))
     for frame, line in now if error is None else reversed([*traceback.walk_tb(error.__traceback__)]):

@@ -26,7 +26,7 @@ def read_json(path: Path, kind: type[T]) -> T:
     """Returns the content of a file.
 
     Args:
-        kind: what the file holds: a dataclass, a TypedDict, ``dict[str, Any]``.
+        kind: type of the content: a dataclass, a TypedDict, ``dict[str, Any]``.
 
     Raises:
         DamagedJson: it holds something else, or is no regular file.

@@ -41,7 +41,7 @@ class Drawing:
     """Collects the parts of a picture, in pixels.
 
     Attributes:
-        alt: what it shows, in words, for who cannot see it.
+        alt: words for who cannot see the picture.
     """
 
     width: float

@@ -73,7 +73,7 @@ def read_values(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str
 
     Args:
         hints: the type of each key; one that is not in ``values`` is passed over.
-        prefix: what stands before the keys in messages, with its dot.
+        prefix: text before the keys in messages, with its dot.
     """
     taken = {}
     for name in filter(values.__contains__, hints):

@@ -48,7 +48,7 @@ def answer_lines(
         settings: their configuration, as of `with_vocabularies`.
         scores: True prints each answer's log-probability and a tab before it.
         prompt: a text to answer in place of the input's lines.
-        more: what the entry point takes beside the input.
+        more: further values of the workers' configuration, beside the input.
     """
     for text in (*run.warnings, run.prepared.line):
         say(text)

@@ -112,7 +112,7 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     """Composes and checks the configuration.
 
     Args:
-        overrides: as typed.
+        overrides: keys of gpipe-train and gpipe-plan, as typed.
         folder: the value of `--config-dir`.
 
     Raises:

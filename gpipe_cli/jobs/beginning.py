@@ -189,7 +189,7 @@ class Restarts:
         """Prints one restart and records it, also in a file that a resumed run reads.
 
         Args:
-            count: which restart it is, in words.
+            count: number of the restart, in words.
             step: the step from which the run continues.
         """
         self._console.warn(f"{cause}: {count} from step {step}")

@@ -59,7 +59,7 @@ def run_once(line: Words, program: EntryPoint, started_at: float, places: Sequen
     """Runs the job of a command line; its directory is made when nothing in the line can be refused any more.
 
     Args:
-        started_at: when the command was started, by `time.monotonic`.
+        started_at: time of the command's start, by `time.monotonic`.
         places: overrides of Hydra's directories.
 
     Returns:

@@ -52,7 +52,7 @@ class Reopened:
         info: the checkpoint.
         prepared: the checked configuration, overrides applied.
         warnings: about newer checkpoints that are damaged.
-        named: what the user has named: keys that were typed, and names in `trust=`.
+        named: keys that were typed, and names in `trust=`.
     """
 
     info: CheckpointInfo

@@ -38,7 +38,7 @@ class Context:
         stop_requested: returns whether the user or the system asked for the end of the run. Workers may see the request
             at different times or not at all, so they have to agree.
         messenger: connects the workers where the command has started them all, on its own machine; None elsewhere.
-        where: what the worker is doing; kept up to date by the engine and the trainer, shown with an error.
+        where: place of the worker in its step; kept up to date by the engine and the trainer, shown with an error.
     """
 
     rank: int

@@ -55,7 +55,7 @@ class WorkerFailed(RuntimeError):
     Its only argument is the message, so that it can be pickled (joblib and submitit sweeps do).
 
     Attributes:
-        failure: how the worker failed; None where nothing more than the message is known.
+        failure: description of the worker's end; None where nothing more than the message is known.
     """
 
     failure: Failure | None = None
@@ -72,7 +72,7 @@ class Failure:
         text: the report for the console.
         is_configuration: the worker refused the configuration.
         cause: one line: the worker's name, and the signal, exit code or exception.
-        place: what the worker was doing, in words; empty if unknown.
+        place: work that the worker was doing, in words; empty if unknown.
         is_plain: the text explains everything: what ran found the failure itself.
         from_outside: the worker was killed, or lost its connection to another one.
     """

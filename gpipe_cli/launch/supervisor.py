@@ -63,7 +63,7 @@ class Job:
         preload: modules that are imported once, before the workers are forked. They must not start threads or
             touch CUDA.
         threads: per worker, for torch and OpenMP.
-        grace_seconds: from the first request to stop until the workers are killed.
+        grace_seconds: time from the first request to stop until the workers are killed.
     """
 
     run_dir: Path
@@ -142,7 +142,7 @@ class _Workers:
     The zygote's channel has the key STARTER.
 
     Attributes:
-        results: what the entry point returned, by rank.
+        results: values that the entry point returned, by rank.
     """
 
     def __init__(self, job: Job, on_event: OnEvent, signals: StopSignals) -> None:

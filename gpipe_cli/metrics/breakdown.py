@@ -91,7 +91,7 @@ def mean_breakdown(
     Args:
         lists: one list of instructions per worker, those that ran.
         placement: worker of each cell.
-        cells: for each cell the seconds that a step spent in each kind, by the kind's name in small letters.
+        cells: seconds that a step spent in each cell, by the name of the kind of instruction in small letters.
         updates: seconds of every worker's weight update.
         step_seconds: duration of the whole step, with its update and the wait for data.
     """

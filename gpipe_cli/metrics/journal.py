@@ -65,7 +65,7 @@ class Journal(Notices):
 
     Args:
         run_dir: the run directory.
-        emit: as in `Notices`.
+        emit: function that passes an event to the console.
         trackers: objects with the methods that `trackers.py` describes.
     """
 
@@ -87,7 +87,7 @@ class Journal(Notices):
         """Opens the files. It is called when nothing can refuse the run any more.
 
         Args:
-            progress: where the run begins. Lines of later steps, from a run that was killed after its last checkpoint,
+            progress: step at which the run begins, and more. Lines of later steps, from a run that was killed after its last checkpoint,
                 are removed, and those of an evaluation that is made again.
             table: the table of the cells.
 

@@ -17,7 +17,7 @@ class Progress:
         evaluations_since_best: evaluations without a new best, for early stopping.
         evaluation_due: True if the evaluation after this step is not complete; a resumed run begins with it.
         loss: loss of the last finite step.
-        stopped_by: why the loop ended.
+        stopped_by: reason for which the loop ended.
         loss_scale: factor of the loss in backward; None without `precision.loss_scale`: the factor is 1.
         steps_since_overflow: number of finite steps since the factor last changed.
     """

@@ -29,7 +29,7 @@ def on_one_clock(ranks: Sequence[tuple[str, float, Recording]]) -> list[Recordin
     which ends at about the same moment on all workers, ended at the same time as on rank 0.
 
     Args:
-        ranks: for each rank the id of its machine, the end of the exchange in seconds of its clock, and its recording.
+        ranks: machine of each rank, the end of the exchange in seconds of its clock, and its recording.
     """
     shifts = [0.0 if machine == ranks[0][0] else ranks[0][1] - met for machine, met, _ in ranks]
     return [

@@ -20,7 +20,7 @@ def by_language(bleu: Mapping[str, float], evaluation: Mapping[str, Any], few: C
 
     Args:
         bleu: score of each language, in the order of the rows.
-        evaluation: what is known by language: training pairs ("sizes"), "sentences", BLEU of "copying" the source.
+        evaluation: figures of the languages: training pairs ("sizes"), "sentences", BLEU of "copying" the source.
         few: languages that are marked because they have few sentences.
     """
     sizes, sentences, copying = (evaluation.get(name) or {} for name in ("sizes", "sentences", "copying"))

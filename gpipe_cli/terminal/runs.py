@@ -42,7 +42,7 @@ class FinishedRun:
         settings: the whole configuration, flat: "pipeline.K" to value.
         words: the overrides, as they were typed.
         config_dir: the folder of `--config-dir`; None without.
-        error: why the run failed, in one line; None if it did not.
+        error: reason for which the run failed, in one line; None if it did not.
         outcome: the status with the error and what cannot be read.
         summary: content of summary.json, or what is known of an unfinished run: K, M, loss, examples_per_second.
     """
@@ -190,7 +190,7 @@ class RunTable:
         """Returns the table as a document, with links to the runs' own pages, the plot and the meaning of its columns.
 
         Args:
-            folder: where the document will lie; links are relative to it.
+            folder: place of the document; links are relative to it.
         """
         others = [key for key in self.differing if key not in GRID]
         settings, hidden = others[:SETTINGS_AT_MOST], others[SETTINGS_AT_MOST:]
