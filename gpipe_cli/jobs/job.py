@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -175,7 +176,7 @@ def _run_workers(
             config = {"settings": restarts.settings, "started_at": started_at, "restarts": restarts.records}
             try:
                 if joined():
-                    return join(torchrun.ENTRY, {"entry": program.entry, "config": config}, run_dir, handle)
+                    return join(partial(torchrun.enter, program.entry), config, run_dir, handle)
                 return launch_program(program, config, run_dir, handle)
             except WorkerFailed as failed:
                 restarts.prepare_next(failed)  # or raises it

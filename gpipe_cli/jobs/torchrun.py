@@ -22,7 +22,6 @@ from gpipe_cli.launch.report import LOG_LINE, log_path
 if TYPE_CHECKING:
     from gpipe_cli.launch.context import Context
 
-ENTRY = "gpipe_cli.jobs.torchrun:enter"
 PAUSE = 0.2  # seconds between two looks for a directory
 SHARED_SECONDS = 10.0  # until rank 0's run directory must be seen on the other machines
 HEAD_START = 2.0  # seconds; torchrun ends all ranks when one has failed, and rank 0 must print the reason first
@@ -89,17 +88,14 @@ def log_of_rank(context: Context) -> None:
     root.setLevel(logging.INFO)
 
 
-def enter(context: Context, wrapped: dict[str, Any]) -> Any:
-    """Calls the real entry point on every rank with rank 0's run directory and configuration.
+def enter(entry: str, context: Context, config: dict[str, Any]) -> Any:
+    """Calls an entry point, "package.module:function", on every rank with rank 0's run directory and configuration.
 
     Each rank has composed its own, which may differ by time (`${now:}`), environment or checkpoints in sight.
-
-    Args:
-        wrapped: "entry", the name of the entry point, and "config", this rank's configuration.
     """
-    own = json.dumps([str(context.run_dir), wrapped["config"]])
+    own = json.dumps([str(context.run_dir), config])
     run_dir, config = json.loads(context.decide("rank_0_decides", own, lambda everyone: everyone[0]))
     context.run_dir = Path(run_dir)
     refuse_separate_directories(context)
     log_of_rank(context)
-    return resolve_name(wrapped["entry"])(context, config)
+    return resolve_name(entry)(context, config)

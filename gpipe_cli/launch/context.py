@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.cpu import as_worker
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
+EntryFunction = Callable[["Context", dict[str, Any]], Any]  # what a worker runs: main(context, config)
 # A peer that dies is noticed at once; this is for one that is merely slow (the first compilation, a full disk). Data
 # may take longer to prepare: trainer/batches.py has a timeout of its own.
 GROUP_TIMEOUT_SECONDS = 1800.0
@@ -113,15 +113,14 @@ def _leave_together(context: Context) -> None:
         store.wait([str(rank) for rank in range(context.world_size)], timedelta(seconds=GROUP_TIMEOUT_SECONDS))
 
 
-def call_entry(entry: str, context: Context, config: dict[str, Any], threads: int | None) -> Any:
-    """Imports `package.module:function`, calls it, and leaves the process group if it succeeds.
+def call_entry(main: EntryFunction, context: Context, config: dict[str, Any], threads: int | None) -> Any:
+    """Calls the entry point of a worker, and leaves the process group if it succeeds.
 
     After an exception the group is not left: that could hang, and the peers would report a lost connection before the
     cause is on record.
     """
     if not faulthandler.is_enabled():  # a crash in compiled code prints the Python calls that led to it
         faulthandler.enable(sys.__stderr__ or 2)
-    main = resolve_name(entry)
     with as_worker(threads):
         value = main(context, config)
     if context.messenger is None and context.world_size > 1:  # without the command no one else keeps them together

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from gpipe_cli.cpu import compile_helpers
 from gpipe_cli.errors import ConfigurationError, visible
 from gpipe_cli.launch import report
-from gpipe_cli.launch.context import Context, call_entry
+from gpipe_cli.launch.context import Context, EntryFunction, call_entry
 from gpipe_cli.launch.stop import StopSignals
 from gpipe_cli.launch.supervisor import OnEvent
 from gpipe_cli.launch.zygote import leave
@@ -37,7 +37,7 @@ def joined() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -> Any:
+def join(main: EntryFunction, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -> Any:
     """Runs the entry point as the rank of the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK …).
 
     Several jobs of one process (a sweep) are distinguished by their order, which is the same in every rank. torch's
@@ -75,7 +75,7 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
     )
     with signals:
         try:
-            value = call_entry(entry, context, config, threads=None)
+            value = call_entry(main, context, config, threads=None)
         except BaseException as error:
             _fail(context, error)
     if interruption := signals.interruption():

@@ -25,6 +25,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE, compile_helpers
@@ -131,7 +132,7 @@ def launch_inline(job: Job, on_event: OnEvent) -> Any:
         stop_requested=lambda: False,
     )
     try:
-        return call_entry(job.entry, context, job.config, job.threads)
+        return call_entry(resolve_name(job.entry), context, job.config, job.threads)
     finally:
         leave_group()
 
@@ -268,17 +269,14 @@ class _Workers:
         for key, _ in self._selector.select(timeout):
             rank, received = key.data, b""
             with contextlib.suppress(OSError):
-                received = self._open[rank].recv(2**18)
+                received = self._open[rank].recv(2**20)
             if not received:
                 self._close(rank)
                 continue
             *lines, self._rests[rank] = (self._rests[rank] + received).split(b"\n")
             arrived += [(rank, json.loads(line)) for line in lines]
-        ends = [message for message in arrived if message[0] == STARTER]
-        if not ends:
-            return arrived
-        # What a worker has sent before its end is there by now, and comes before the news of its end.
-        return [message for message in arrived if message[0] != STARTER] + self._messages(0) + ends
+        # What a worker has sent before its end has arrived with the news of its end, and comes first.
+        return sorted(arrived, key=lambda message: message[0] == STARTER)
 
     def _close(self, rank: int) -> None:
         channel = self._open.pop(rank)

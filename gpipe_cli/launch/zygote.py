@@ -27,6 +27,7 @@ from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gpipe_cli.disk import open_for_writing, writing
@@ -152,7 +153,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
     try:
         redirect_output(report.log_path(Path(job["directory"]), rank))
         logging.basicConfig(level=logging.INFO, format=report.LOG_LINE, force=True)
-        result = call_entry(job["entry"], context, job["config"], job["threads"])
+        result = call_entry(resolve_name(job["entry"]), context, job["config"], job["threads"])
         channel.send_last(json.dumps({"finished": result}).encode() + b"\n")
     except BaseException as error:
         failure = report.failure_of(rank, error, context.where.known())

@@ -87,7 +87,7 @@ class Journal(Notices):
         """Opens the files. It is called when nothing can refuse the run any more.
 
         Args:
-            progress: step at which the run begins, and more. Lines of later steps, from a run that was killed after its last checkpoint,
+            progress: beginning of the run. Lines of later steps, from a run that was killed after its last checkpoint,
                 are removed, and those of an evaluation that is made again.
             table: the table of the cells.
 

@@ -14,6 +14,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from gpipe_cli.errors import ConfigurationError
@@ -193,7 +194,7 @@ def main() -> None:
     config = settings.pop("config", {})
     if joined():
         for job_number, one in enumerate(entry.split(",")):
-            value = join(f"launch_jobs:{one}", config, Path(run_dir) / str(job_number), _print_event)
+            value = join(resolve_name(f"launch_jobs:{one}"), config, Path(run_dir) / str(job_number), _print_event)
             _print_event({"event": "result", "rank": int(os.environ["RANK"]), "value": value})
         return
     job = Job(Path(run_dir), int(workers), f"launch_jobs:{entry}", config, **settings)
