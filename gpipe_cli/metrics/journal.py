@@ -13,7 +13,7 @@ from ..config import Settings
 from ..data.images.source import SquareImages
 from ..data.source import Source
 from ..disk import DiskError, cannot_write, whole_file, write_whole, writing
-from ..pipeline.step import PHASES, StepResult
+from ..pipeline.step import StepResult
 from ..schedule.schedule import StepSchedule
 from ..tasks.base import Task
 from .breakdown import mean_breakdown
@@ -161,11 +161,8 @@ class Journal(Notices):
         if due:
             numbers = {f"train/{name}": value for name, value in row.items() if name != "step"}
             numbers |= {f"breakdown/{name}": share for name, share in self._shares_of_step.items()}
-            for cell, times_of_cell in enumerate(result.cells):
-                numbers |= {f"cell_{cell:02d}/{kind}_seconds": value for kind, value in times_of_cell.items()}
             for rank, worker in enumerate(result.workers):
                 numbers[f"memory/worker_{rank}_bytes"] = worker["memory_bytes"]
-                numbers |= {f"worker_{rank:02d}/{phase}_seconds": worker[phase] for phase in PHASES}
             self._track("log", progress.step, numbers)
 
     def evaluation(self, progress: Progress, result: Evaluation) -> None:
