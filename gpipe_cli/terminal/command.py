@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -209,17 +209,16 @@ def read_words(
     Raises:
         ConfigurationError: a word is none of these, or an own key has a wrong value.
     """
-    line, rest, own, texts = Words(), list(words), own or {}, dict[str, str]()
-    while rest:
-        word = rest.pop(0)
+    line, rest, own, texts = Words(), iter(words), own or {}, dict[str, str]()
+    for word in rest:
         key, equals, value = word.partition("=")
         if word.startswith("-"):
             if key not in options:
                 hint = f"keys have no dashes, type {word.lstrip('-')}" if equals else "there is no such option (--help)"
                 raise ConfigurationError(f"{word}: {hint}")
             line.options.append(word)
-            if key in WITH_VALUE and not equals and rest and not rest[0].startswith("-"):
-                line.options.append(rest.pop(0))
+            if key in WITH_VALUE and not equals:
+                line.options.extend(islice(rest, 1))
         elif is_path(word) or (runs and not overrides and key not in own and Path(word).exists()):
             if not runs:
                 raise ConfigurationError(f"{word}: write key=value (--help shows what there is)")

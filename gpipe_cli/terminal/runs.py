@@ -114,34 +114,39 @@ def read_run(folder: Path, running: bool = False) -> FinishedRun:
             one continues.
     """
     broken: list[str] = []
-    settings = flat(_read_yaml(folder / ".hydra" / "config.yaml", dict, broken))
-    words = _read_yaml(folder / ".hydra" / "overrides.yaml", list, broken)
-    hydra = flat(_read_yaml(folder / ".hydra" / "hydra.yaml", dict, []))
-    sources = hydra.get("hydra.runtime.config_sources") or ()
+    record = folder / ".hydra"
+    settings = flat(_read_yaml(record / "config.yaml", dict, broken))
+    words = _read_yaml(record / "overrides.yaml", list, broken)
+    sources = flat(_read_yaml(record / "hydra.yaml", dict, [])).get("hydra.runtime.config_sources") or ()
     config_dir = next((str(of["path"]) for of in sources if str(of["provider"]).endswith("command-line")), None)
-    summary: dict[str, Any] | None = {} if running else None
+    status, figures = ("running", {}) if running else _ending(folder, broken)
+    error = _error(folder / ERROR_FILE)
+    status = status if error is None else "failed"
+    planned = {key.removeprefix("pipeline."): settings[key] for key in GRID if isinstance(settings.get(key), int)}
+    outcome = "; ".join([status if error is None else f"{status}: {error}", *broken])
+    typed_words = [str(word) for word in words]
+    return FinishedRun(folder, status, settings, typed_words, error, outcome, {**planned, **figures}, config_dir)
+
+
+def _ending(folder: Path, broken: list[str]) -> tuple[str, dict[str, Any]]:
+    """Returns a run's status and its figures: summary.json, or what the steps of an unfinished run say.
+
+    A file that cannot be read adds a line to ``broken``.
+    """
     try:
-        summary = read_json(folder / "summary.json", dict[str, Any]) if summary is None else summary
+        summary = read_json(folder / "summary.json", dict[str, Any])
+        return "stopped" if summary.get("stopped_by") == "request" else "done", summary
     except FileNotFoundError:
         pass
     except (OSError, DamagedJson) as damage:
         broken.append(str(damage))
-    rows, damaged = read_rows(folder / "metrics.jsonl") if summary is None else ([], [])
+    rows, damaged = read_rows(folder / "metrics.jsonl")
     if damaged:
         broken.append(skipped(Path("metrics.jsonl"), damaged))
-    error = _error(folder / ERROR_FILE)
-    status = "stopped" if summary and summary.get("stopped_by") == "request" else "done"
-    if summary is None:
-        status = f"not finished, {len(rows)} steps on record"
-        speeds = [row["examples_per_second"] for row in rows[-MEASURED_STEPS:] if row.get("examples_per_second")]
-        summary = {"loss": rows[-1].get("loss") if rows else None}
-        summary["examples_per_second"] = median(speeds) if speeds else None
-    status = "failed" if error else "running" if running else status
-    planned = {key.removeprefix("pipeline."): settings[key] for key in GRID if isinstance(settings.get(key), int)}
-    outcome = "; ".join([status if error is None else f"{status}: {error}", *broken])
-    return FinishedRun(
-        folder, status, settings, [str(word) for word in words], error, outcome, {**planned, **summary}, config_dir
-    )
+    speeds = [row["examples_per_second"] for row in rows[-MEASURED_STEPS:] if row.get("examples_per_second")]
+    loss = rows[-1].get("loss") if rows else None
+    figures = {"loss": loss, "examples_per_second": median(speeds) if speeds else None}
+    return f"not finished, {len(rows)} steps on record", figures
 
 
 def _error(path: Path) -> str | None:

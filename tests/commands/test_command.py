@@ -9,7 +9,6 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from processes import run
 
 from gpipe_cli.terminal.command import Words, read_words
 
@@ -81,24 +80,3 @@ def test_short_answers_import_no_slow_library() -> None:
     found = {words: SLOW_TO_IMPORT & set(names) for words, names in json.loads(done.stdout).items()}
     assert found.pop("bench --help") <= {"numpy"}
     assert {words: slow for words, slow in found.items() if slow} == {}
-
-
-ASK = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
-
-
-@pytest.mark.parametrize(
-    ("chosen", "settings"),
-    [
-        ({}, "expandable_segments:True"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
-    ],
-)
-def test_the_memory_of_a_gpu_grows_unless_the_user_has_chosen(
-    chosen: dict[str, str], settings: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch itself is asked, in a process that a command has started: as its workers, it inherits the setting."""
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)  # of a command that ran in this process before
-    work = f"lambda words: __import__('subprocess').run([sys.executable, '-c', '{ASK}']).returncode"
-    start = f"import sys; from gpipe_cli.terminal.command import run_command; run_command('x', [], '', {work})"
-    assert run(sys.executable, "-c", start, **chosen).stdout.strip() == settings
