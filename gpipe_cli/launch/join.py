@@ -83,8 +83,8 @@ def join(main: EntryFunction, config: dict[str, Any], run_dir: Path, on_event: O
     return value
 
 
-def check_rank(environment: Mapping[str, str], trains: bool) -> None:
-    """Refuses a launcher's variables if some of them are missing.
+def check_rank(environment: Mapping[str, str], trains: bool) -> int:
+    """Refuses a launcher's variables if some of them are missing; returns 0.
 
     Args:
         trains: True also refuses several processes without RANK or WORLD_SIZE: each would train alone.
@@ -95,7 +95,7 @@ def check_rank(environment: Mapping[str, str], trains: bool) -> None:
     sizes = {environment.get(name) or "1" for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")}
     alone = not trains or ("RANK" not in environment and sizes == {"1"})
     if alone and not {"RANK", "WORLD_SIZE"} <= environment.keys():
-        return
+        return 0
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [f"{name} is not set" for name in needed if not environment.get(name)]:
         there = " and ".join(name for name in (*needed[:2], "OMPI_COMM_WORLD_SIZE") if name in environment)
@@ -103,6 +103,7 @@ def check_rank(environment: Mapping[str, str], trains: bool) -> None:
             f"by {there} this process is one of a job, but {', '.join(missing)}: start it by torchrun or srun, or "
             f"unset {there} to run alone"
         )
+    return 0
 
 
 def local_rank() -> int:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -72,10 +73,10 @@ def run_command(
         if "--version" in words:
             show(f"{name} {__version__}")
             return 0
-        check_rank(os.environ, trains=say is not None)
         return work(words)
 
-    code = exit_code(name, answer, say or to_stderr)
+    check = partial(check_rank, os.environ, trains=say is not None)
+    code = exit_code(name, check, to_stderr) or exit_code(name, answer, say or to_stderr)
     try:
         sys.stdout.flush()
     except OSError:  # what failed before is still in its buffer
