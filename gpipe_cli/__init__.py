@@ -1,8 +1,5 @@
 """Trains neural networks with pipeline parallelism, as in GPipe (Huang et al., NeurIPS 2019)."""
 
-from . import ctrl_c as _first  # noqa: F401
-
-# isort: split
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING

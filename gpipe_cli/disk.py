@@ -162,9 +162,8 @@ def cannot_write(path: Path, error: OSError) -> str:
 
 def explain(error: BaseException) -> str | None:
     """Returns one line that explains an error of the disk or a limit of the system; None for other errors."""
-    unmapped = isinstance(error, (ImportError, OSError)) and "failed to map segment" in str(error)
-    no_memory = unmapped or isinstance(error, MemoryError)
-    scarce = SCARCE.get(errno.ENOMEM if no_memory else getattr(error, "errno", None) or 0)
+    number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
+    scarce = SCARCE.get(number or 0)
     if scarce is not None:
         return f"this machine or account allows no more {scarce} (ulimit -a shows its limits): raise the limit"
     if not isinstance(error, OSError) or error.errno not in DISK:

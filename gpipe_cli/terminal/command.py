@@ -11,7 +11,6 @@ pipeline.K=4   +model.x=1   ~model.y          overrides of the configuration
 import io
 import os
 import select
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -95,8 +94,6 @@ def own_options(words: Sequence[str]) -> str:
 def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) -> int:
     """Does a command's work; returns its exit code, or that of the error that ended it, whose reason ``say`` prints."""
     try:
-        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see `ctrl_c`
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         return work()
     except BrokenPipeError:
         if not _reader_is_gone():

@@ -158,16 +158,6 @@ def test_what_the_system_has_too_little_of_is_one_line(
     assert done.returncode == code and said in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("at", ["gpipe_cli.version", "pydantic", "gpipe_cli.jobs.job", "rich", "antlr4"])
-def test_ctrl_c_while_it_is_loaded_ends_a_command_without_a_traceback(at: str, tmp_path: Path) -> None:
-    hook = "lambda event, given: (event, given[:1]) == ('import', (os.environ['AT'],)) and signal.raise_signal(2)"
-    (tmp_path / "sitecustomize.py").write_text(f"import os, signal, sys\nsys.addaudithook({hook})\n")
-    words = ["-m", "gpipe_cli.commands.train", "debug=tiny", "hydra.run.dir=run"]
-    done = processes.run("env", f"PYTHONPATH={tmp_path}", f"AT={at}", sys.executable, *words, cwd=tmp_path)
-    assert done.returncode in (-signal.SIGINT, 130), done.stderr
-    assert done.stderr == ""
-
-
 def test_a_refused_command_changes_nothing_of_an_earlier_run_but_its_logs(tmp_path: Path) -> None:
     def kept() -> dict[str, bytes]:
         return {path: held for path, held in bytes_of(tmp_path / "here").items() if not path.endswith(".log")}

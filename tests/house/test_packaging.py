@@ -27,7 +27,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 # Who may import whom: the rooms of the house, from the ground up. A module may import from its own room and from those
 # named beside it, whether at its top, inside a function or for type checking only. `docs/design.md` draws the same.
-FILES = "config cpu ctrl_c disk errors gpus json_files layers micro_batch parent position svg typed_section"
+FILES = "config cpu disk errors gpus json_files layers micro_batch parent position svg typed_section"
 GROUND = {"", "version", *FILES.split()}  # single files that every room may use
 BELOW = {
     "conf": "",
