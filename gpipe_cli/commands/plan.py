@@ -134,14 +134,14 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     return Request(settings, options)
 
 
-def advise(folder: str, trusted: Sequence[str] | None = None) -> None:
+def advise(folder: str, trusted: Sequence[str]) -> None:
     """Plans a run that has ended, as it was, on the present machine, and searches for its fastest pipeline.
 
     The search keeps M and measures the run's layers. Both plans are written to the run's file `PLAN`, the first before
     the search.
 
     Args:
-        trusted: the user's own `_target_`s that the run's words may call; None: all.
+        trusted: the user's own `_target_`s that the run's words may call.
 
     Raises:
         ConfigurationError: a word is wrong by now, or calls something else.
@@ -155,8 +155,7 @@ def advise(folder: str, trusted: Sequence[str] | None = None) -> None:
     workers = run.summary.get("workers") or 1
     # No run notes words about Hydra, which could bring in any file.
     words = [word for word in run.words if not word.lstrip("+~").startswith(("checkpoint.", "hydra"))]
-    if trusted is not None:
-        refuse_foreign(plain(composed("plan", words)), trusted, Path(folder))
+    refuse_foreign(plain(composed("plan", words)), trusted, Path(folder))
     planner = Planner(*make_request([*words, f"pipeline.workers={workers}", "plan.device=this"]))
     plans: dict[str, Any] = {"own": planner.plan().to_json()}
     write_whole(plan_file, json.dumps(plans) + "\n")
