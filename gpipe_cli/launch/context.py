@@ -79,7 +79,12 @@ class Context:
         store.wait(["decided"], wait)
         return store.get("decided").decode()
 
-    def init_process_group(self, backend: str | None = None, device: torch.device | None = None) -> None:
+    def init_process_group(
+        self,
+        backend: str | None = None,
+        device: torch.device | None = None,
+        timeout_seconds: float = GROUP_TIMEOUT_SECONDS,
+    ) -> None:
         """Joins torch.distributed's default group.
 
         Args:
@@ -97,7 +102,7 @@ class Context:
             store=distributed.PrefixStore("default_group", self.store),
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
+            timeout=timedelta(seconds=timeout_seconds),
             device_id=device,
         )
 
