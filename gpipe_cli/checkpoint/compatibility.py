@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 STEPS = "trainer.steps"
 _MAY_DIFFER_IN = {
-    "pipeline": "K workers *devices partition cost remat keep memory backend shard_optimizer device offload*",
+    "pipeline": "K workers worker_devices partition cost remat keep memory backend shard_optimizer device offload "
+    "offload_dir",
     "model": "trust",
     "trainer": "steps epochs seconds evaluate_every evaluate_first nonfinite_limit patience samples trace_steps",
     "data": "workers preparation_workers cache_dir evaluation_* strict held_out tokenizer",
@@ -61,7 +62,7 @@ def differences(
     """Returns the keys that differ and matter. If there is none, the run may continue.
 
     A value that gives the same bits as the saved one (`SAME_BITS`, `SCHEDULES_FROM_THE_LAST`) makes no difference, nor
-    does a data key that only one release knows and that is null.
+    does a key of data or pipeline that only one release knows and that is null.
 
     Args:
         may_differ: keys that do not matter: ``optimizer.lr``, ``optimizer`` (all below it) or ``model.drop*``.
@@ -74,7 +75,9 @@ def differences(
     for key in {**before, **now}:
         old, fresh = pair = before.get(key, NOT_SET), now.get(key, NOT_SET)
         same = old == fresh and isinstance(old, bool) == isinstance(fresh, bool)  # True == 1 in Python
-        same = same or (key.startswith("data.") and all(value in (NOT_SET, None) for value in pair))  # a newer key
+        same = same or (
+            key.startswith(("data.", "pipeline.")) and all(value in (NOT_SET, None) for value in pair)
+        )  # a newer key
         same = same or (key == "pipeline.schedule" and SCHEDULES_FROM_THE_LAST.issuperset(pair))
         if not (same or is_named(key, patterns) or (key in SAME_BITS and SAME_BITS[key].issuperset(pair))):
             found[key] = pair
