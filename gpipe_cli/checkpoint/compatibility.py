@@ -75,9 +75,8 @@ def differences(
     for key in {**before, **now}:
         old, fresh = pair = before.get(key, NOT_SET), now.get(key, NOT_SET)
         same = old == fresh and isinstance(old, bool) == isinstance(fresh, bool)  # True == 1 in Python
-        same = same or (
-            key.startswith(("data.", "pipeline.")) and all(value in (NOT_SET, None) for value in pair)
-        )  # a newer key
+        is_null = all(value in (NOT_SET, None) for value in pair)
+        same = same or (key.startswith(("data.", "pipeline.")) and is_null)  # a newer key
         same = same or (key == "pipeline.schedule" and SCHEDULES_FROM_THE_LAST.issuperset(pair))
         if not (same or is_named(key, patterns) or (key in SAME_BITS and SAME_BITS[key].issuperset(pair))):
             found[key] = pair
