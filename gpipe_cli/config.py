@@ -82,7 +82,7 @@ class PipelineConfig:
         sync_batchnorm: replicas share BatchNorm's training statistics (paper, section 2.2).
         compile: torch.compile compiles each layer.
         shard_optimizer: each replica keeps and updates only its share of the optimizer's state.
-        offload: cells' weights, gradients, optimizer state and averages lie in a file while they do not run (CPUs).
+        offload: state of cells lies in a file, or on a GPU's host, while they do not run.
         offload_dir: folder of that file; null: where the command is typed.
         auto: keys that the planner chooses before the run begins; until then they have the values of `BEFORE_CHOICE`.
     """

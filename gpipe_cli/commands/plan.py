@@ -215,7 +215,7 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
             + (f": {kinds}" if kinds else "")
             + (f", its process {size_text(fullest.process)})" if fullest.process else ")"),
         ),
-        *([("on disk", _on_disk(plan))] if plan.offload else []),
+        *([("elsewhere", _elsewhere(plan))] if plan.offload else []),
         ("busiest", f"device computes {percent(plan.busiest_over_mean)} longer than the mean"),
         ("sent", f"{size_text(plan.sent_bytes)} between devices in a step"),
         ("bubble", f"{percent(plan.bubble)} of the simulated step"),
@@ -224,11 +224,14 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
     ]
 
 
-def _on_disk(plan: Plan) -> str:
-    """Returns in words the bytes on disk, and those that a step reads and writes if memory keeps no page."""
+def _elsewhere(plan: Plan) -> str:
+    """Returns in words the bytes on disk or, for GPUs, in the host's memory, and those that travel in a step."""
     weights, gradients, rest = (
         sum(n) for n in zip(*((c.weights, c.gradients, c.optimizer + c.average) for c in plan.cells), strict=True)
     )
+    if plan.device.kernels != "cpu":
+        travels = f"a step copies up to {size_text(2 * weights)} to the GPUs and {size_text(gradients)} back"
+        return f"{size_text(weights + gradients + rest)} of all cells in the hosts' memory; {travels}, not timed"
     read, written = size_text(3 * weights + gradients + rest), size_text(weights + gradients + rest)
     said = f"a step reads up to {read} and writes {written}, whose time is not planned"
     return f"{size_text(weights + gradients + rest)} of all cells; {said}"

@@ -23,7 +23,7 @@ from ..pipeline.engine import TASK, Caches, Engine
 from ..pipeline.gradients import UnusedParameters
 from ..pipeline.messages.shared_memory import SharedMemoryTransport
 from ..pipeline.messages.transport import Transport
-from ..pipeline.offload import StateFile
+from ..pipeline.offload import HostMemory, StateFile
 from ..pipeline.randomness import NoiseSource
 from ..pipeline.step import StepPlan, StepRecord
 from ..pipeline.tied_parameters import TiedParameters
@@ -180,15 +180,21 @@ def build_cells(
     group = world.replica_group if config.sync_batchnorm else None
     own = {cell: layers for cell, layers in enumerate(cut.layers) if cut.placement[cell] == world.worker}
     announce(builders[index] for layers in own.values() for index in layers)
-    cells, file = [], StateFile(config.offload_dir or ".") if config.offload else None
+    cells, elsewhere = [], _memory_for_state(config, world.device) if config.offload else None
+    shared = {str(owner) for ties in cut.ties for owner in ties.values()}
     for cell, layers in own.items():
         where.enter(cell, None, "building")
         made = Cell(cell, [build(index) for index in layers], noise, group, config.compile)
-        if file is not None:
-            made.offload(file)
+        if elsewhere is not None:
+            made.offload(elsewhere, shared)
         cells.append(made)
     where.leave()
     return cells
+
+
+def _memory_for_state(config: PipelineConfig, device: torch.device) -> StateFile | HostMemory:
+    """Returns where the state of this worker's cells lies: on a GPU in the host's memory, on a CPU on disk."""
+    return StateFile(config.offload_dir or ".") if device.type == "cpu" else HostMemory(device)
 
 
 def unshared(module: nn.Module, held: set[int]) -> nn.Module:

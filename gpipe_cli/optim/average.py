@@ -42,7 +42,7 @@ class WeightAverage:
                         self._live.append(tensor)
                         self._averages.append(tensor.detach().clone())
             if cell.state is not None:
-                self._averages[first:] = cell.state.moved(self._averages[first:])
+                self._averages[first:] = cell.state.averages(self._averages[first:])
                 cell.take_away()
             self._of_cells.append((cell, slice(first, len(self._live))))
 

@@ -1,6 +1,6 @@
 """Runs one cell: consecutive layers on one device, for one micro-batch at a time (paper, section 2.1: F_k)."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +17,7 @@ from ..position import Position
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
 from .buffers import INPUT_CHANGED, BufferChanged, BufferGuard
 from .messages.boundary import BoundarySpec, GradientLayouts, as_argument, as_tensors, replace_tensors
-from .offload import CellState, StateFile
+from .offload import CellState, HostMemory, HostState, StateFile
 from .randomness import WEIGHTS, NoiseSource, seeded
 from .weight_casts import WeightCasts
 
@@ -114,7 +114,7 @@ class Cell:
 
     Attributes:
         where: where the cell writes which layer runs, for error reports; the engine sets it to its own.
-        state: the parameters in a file, if the cell is offloaded; else None.
+        state: the parameters in a file or in the host's memory, if the cell is offloaded; else None.
     """
 
     state: CellState | None = None
@@ -187,9 +187,17 @@ class Cell:
             module.begin_step(step, steps)
         self._silent = None
 
-    def offload(self, file: StateFile) -> None:
-        """Moves the cell's parameters to a file, where its gradients and optimizer state will lie too."""
-        self.state = CellState(file, [parameter for _, parameter in self.parameters()])
+    def offload(self, memory: StateFile | HostMemory, tied: Container[str]) -> None:
+        """Moves the cell's parameters to a file or to the host's memory, where gradients and optimizer state follow.
+
+        Args:
+            tied: full names of parameters that other layers use too; they stay on a GPU.
+        """
+        if isinstance(memory, StateFile):
+            self.state = CellState(memory, [parameter for _, parameter in self.parameters()])
+        else:
+            own = [parameter for name, parameter in self.parameters() if name not in tied]
+            self.state = HostState(memory, own, self.number)
         self.take_away()
 
     def take_away(self) -> None:

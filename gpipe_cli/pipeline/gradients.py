@@ -134,11 +134,12 @@ def flattened(bucket: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None]]:
 
 
 def buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """Yields the tensors in groups of one type and of about `BUCKET_BYTES`."""
+    """Yields the tensors in groups of one type and device, of about `BUCKET_BYTES`."""
     bucket: list[Tensor] = []
     size = 0
     for gradient in gradients:
-        if bucket and (size >= BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+        form = gradient.dtype, gradient.device
+        if bucket and (size >= BUCKET_BYTES or form != (bucket[0].dtype, bucket[0].device)):
             yield bucket
             bucket, size = [], 0
         bucket.append(gradient)

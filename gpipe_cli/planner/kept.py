@@ -207,16 +207,16 @@ def _state_bytes(optimizer: Optimizer, parameter: nn.Parameter) -> int:
 
 
 def memory_of(world: World, one_machine: bool, pipeline: PipelineConfig) -> int:
-    """Returns the bytes of memory of all workers' devices together, or with offload the free bytes on disk.
+    """Returns the bytes of all workers' devices together; with offload those free on disk, or of a GPU's host.
 
     Other workers' devices are taken to be like this worker's.
 
     Args:
         one_machine: True if all workers run on this machine; else each may have a machine of its own.
     """
-    if pipeline.offload:
+    if pipeline.offload and world.device.type == "cpu":
         return shutil.disk_usage(pipeline.offload_dir or ".").free * (1 if one_machine else world.size)
-    if world.device.type == GPU:
+    if world.device.type == GPU and not pipeline.offload:
         devices = min(world.size, torch.cuda.device_count()) if one_machine else world.size
         return devices * torch.cuda.get_device_properties(world.device).total_memory
     return usable_memory() * (1 if one_machine else world.size)
@@ -248,7 +248,7 @@ def refuse_too_large(builders: Sequence[LayerBuilder], settings: Settings, memor
         largest = max(range(len(sizes)), key=sizes.__getitem__)
         kept = "weights, gradients and optimizer state" if trains else "weights"
         each = f" in {replicas} replicas" if replicas > 1 else ""
-        where = " free in pipeline.offload_dir" if settings.pipeline.offload else ""
+        where = " free in pipeline.offload_dir, or on a GPU's host" if settings.pipeline.offload else ""
         counts = {key: value for key, value in flat(settings.model, "model.").items() if type(value) is int}
         raise ConfigurationError(
             f"the model has {sum(found.sizes):,} parameters, whose {kept}{each} take {_size(sum(sizes))}; there are "

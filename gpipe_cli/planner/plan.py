@@ -121,16 +121,17 @@ def worker_plans(
 
     Args:
         alive: bytes by kind at each worker's worst moment (`most_alive`).
-        process: bytes of each worker's process.
+        process: bytes of each worker's process; 0 for GPUs.
         limits: most bytes of each device.
         offload: a cell's state is in memory only while the cell or the one before it runs, or while it is updated.
     """
     for worker, (by_kind, limit) in enumerate(zip(alive, limits, strict=True)):
         own = [cell for cell in cells if cell.worker == worker]
         held, activations = sum(cell.kept for cell in own), sum(by_kind.values())
-        if offload:  # the most of two moments: one cell's update, or two neighbouring cells with weights and gradients
+        if offload:  # two neighbouring cells with weights and gradients or, as a GPU's host updates, one cell's update
             running = [cell.weights + cell.gradients for cell in own]
-            held = max(max(cell.kept for cell in own), *map(sum, zip(running, [0, *running], strict=False)))
+            held = max(map(sum, zip(running, [0, *running], strict=False)))
+            held = max(held, *(cell.kept for cell in own if process))
         numbers = [cell.cell for cell in own]
         total = held + activations + process
         yield WorkerPlan(worker, numbers, held, activations, by_kind, process, total, limit)

@@ -15,7 +15,6 @@ import torch
 
 from ..config import PipelineConfig, Settings
 from ..cpu import as_worker
-from ..errors import ConfigurationError
 from ..factory.build import boundary_type_of, build_autocast, build_model, build_task
 from ..factory.example import asks_for_example, example_micro_batch, with_example
 from ..factory.groups import Groups
@@ -97,8 +96,6 @@ class Planner:
             ConfigurationError: the model cannot be cut so, or there is no such schedule.
         """
         pipeline = self.with_workers(pipeline or self.settings.pipeline)
-        if pipeline.offload and not self._on_cpus:
-            raise ConfigurationError("pipeline.offload=true is for CPUs: plan.device=this plans it")
         model = self._measured(pipeline.M * pipeline.replicas)
         limits = self.limits(pipeline)
         cut = cut_that_fits(model, model.times, pipeline, self._kept, limits, self._on_cpus)

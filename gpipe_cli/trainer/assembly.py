@@ -170,8 +170,6 @@ def list_layers(
             if trains and groups.entries:
                 say(groups.told(builders))
             one_machine = context.messenger is not None or world.size == 1
-            if settings.pipeline.offload and world.device.type != "cpu":
-                raise ConfigurationError("pipeline.offload=true is for CPUs: type pipeline.device=cpu")
             refuse_too_large(builders, settings, memory_of(world, one_machine, settings.pipeline), trains)
     return builders
 

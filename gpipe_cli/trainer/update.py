@@ -47,7 +47,7 @@ class Updater:
         shards: divides the optimizer's state among the replicas; None: each has all of it.
 
     Attributes:
-        is_offloaded: True if the cells' state lies in a file; then they are updated one after the other.
+        is_offloaded: True if the cells' state lies in a file or the host's memory; they are then updated in turn.
         begin_sums: begins to sum a cell's gradients over the replicas, by the cell's number, while other cells run;
             None where sums do not run beside computations, and with offload.
     """
@@ -98,6 +98,9 @@ class Updater:
         Args:
             scale: factor by which all gradients are too large.
         """
+        for cell in self._cells:
+            if cell.state is not None:
+                cell.state.synchronize()
         self._unused.fill(self._parameters)
         if self._ties.ties:
             self._unused.owners = self._ties.add_gradients()
@@ -108,8 +111,10 @@ class Updater:
 
     def squared_norms(self) -> Tensor:
         """Returns the squared norm of each parameter's gradient."""
-        norms = [squared_norms(parameters) for parameters in self._portions()]
-        return norms[0] if len(norms) == 1 else torch.cat(norms)
+        if not self.is_offloaded:
+            return squared_norms(self._parameters)
+        norms = (squared_norms([parameter]).cpu() for parameters in self._portions() for parameter in parameters)
+        return torch.cat([*norms])  # on GPUs tied parameters are not where the others are
 
     def _portions(self) -> Iterator[Sequence[nn.Parameter]]:
         """Yields all parameters at once or, with offload, those of one cell after another.

@@ -134,6 +134,8 @@ Tensor as_strided(const Tensor& t, c10::SymIntArrayRef size, c10::SymIntArrayRef
   return at::cpu::as_strided_symint(t, size, stride, at);
 }
 
+bool may_take_data_of(const Tensor&, const Tensor&) { return true; }  // a parameter may move to the CPU and back
+
 Tensor conv(const Tensor& x, const Tensor& w, const Maybe& bias, IntArrayRef stride, IntArrayRef padding,
             IntArrayRef dilation, bool transposed, IntArrayRef output, int64_t groups) {
   return device(at::convolution(host(x), host(w), host(bias), stride, padding, dilation, transposed, output, groups));
@@ -173,6 +175,7 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_has_compatible_shallow_copy_type", may_take_data_of);
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("_copy_from", copy_from);

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_tools import changed, saved
 from run_files import losses, rows
 from standin import build
 
@@ -93,3 +94,27 @@ def test_a_full_gpu_says_what_needs_less(on_standin: Run, tmp_path: Path) -> Non
     done = on_standin("train", *TINY, *words, code=1, STANDIN_MEMORY=2_000_000)
     assert "CUDA out of memory" in done.stderr
     assert re.search(r"pipeline\.remat=always.*pipeline\.M.*plan\.fit", done.stderr.splitlines()[-2])
+
+
+def test_offloaded_cells_have_the_bits_of_resident_ones(on_standin: Run, tmp_path: Path) -> None:
+    words = (*TINY, "pipeline.M=2", "pipeline.remat=always", "optimizer=adam", "model.tie_embeddings=true")
+    words += ("trainer.gradient_clip=0.5", "trainer.average=0.9", "trainer.evaluate_every=2")
+    cells = ("pipeline.K=4", "pipeline.offload=true")
+
+    def train(name: str, *more: str, **environment: int) -> Path:
+        on_standin("train", *words, *more, f"hydra.run.dir={tmp_path / name}", **environment)
+        return tmp_path / name
+
+    assert not changed(saved(train("offloaded", *cells), 3), saved(train("resident"), 3))
+    two = "pipeline.replicas=2"
+    several = train("several", *cells, two, "pipeline.workers=2", STANDIN_GPUS=4)
+    assert not changed(saved(several, 3), saved(train("replicas", two, STANDIN_GPUS=2), 3))
+
+
+def test_offloaded_layers_take_the_memory_of_two(on_standin: Run, tmp_path: Path) -> None:
+    def peak(L: int) -> float:
+        wide = ("model.H=1024", "model.d_model=128", "pipeline.remat=always", f"model.L={L}", f"pipeline.K={2 * L + 2}")
+        on_standin("train", *TINY, *wide, "pipeline.offload=true", f"hydra.run.dir={tmp_path / str(L)}")
+        return float(rows(tmp_path / str(L) / "metrics.jsonl")[-1]["workers"][0]["memory_bytes"])
+
+    assert peak(4) < 1.05 * peak(2)
