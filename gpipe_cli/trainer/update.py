@@ -113,8 +113,9 @@ class Updater:
         """Returns the squared norm of each parameter's gradient."""
         if not self.is_offloaded:
             return squared_norms(self._parameters)
-        norms = (squared_norms([parameter]).cpu() for parameters in self._portions() for parameter in parameters)
-        return torch.cat([*norms])  # on GPUs tied parameters are not where the others are
+        # One by one, because tied parameters stay on a GPU and the others' gradients do not.
+        norms = [squared_norms([parameter]).cpu() for parameters in self._portions() for parameter in parameters]
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *norms])
 
     def _portions(self) -> Iterator[Sequence[nn.Parameter]]:
         """Yields all parameters at once or, with offload, those of one cell after another.
