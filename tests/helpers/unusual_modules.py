@@ -1,7 +1,6 @@
 """Defines modules with code that torch.export alone would lose, keep wrong or refuse."""
 
 import functools
-import random
 from typing import Any
 
 import torch
@@ -193,11 +192,8 @@ def cached(width: int) -> Tensor:
     return torch.arange(width) / width
 
 
-TABLES: dict[int, Tensor] = {}
-
-
 class Keeps(Perceptron):
-    """Keeps tables in caches of three kinds, counts, a log that each call writes anew, and a frozen layer in a list."""
+    """Keeps tables in caches of two kinds, counts, a log that each call writes anew, and a frozen layer in a list."""
 
     def add_parts(self) -> None:
         self.tables: dict[int, Tensor] = {}
@@ -208,11 +204,10 @@ class Keeps(Perceptron):
         self.calls += 1
         known = self.frozen[0](h)
         self.log.clear()
-        for tables in (self.tables, TABLES):
-            if WIDTH not in tables:
-                tables[WIDTH] = torch.ones(WIDTH).cumsum(0)
-            h = h + tables[WIDTH]
-            self.log.append(h.detach().mean())
+        if WIDTH not in self.tables:
+            self.tables[WIDTH] = torch.ones(WIDTH).cumsum(0)
+        h = h + self.tables[WIDTH]
+        self.log.append(h.detach().mean())
         return self.second(h * cached(WIDTH) + known)
 
 
@@ -243,25 +238,6 @@ class HooksModule(Perceptron):
         self.second.register_full_backward_hook(lambda module, before, after: (-before[0],))
 
 
-class DrawsInPython(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        return self.second(h) if random.random() < 0.5 else h
-
-
-class MadeInForward(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        return self.second(h * self.scale)
-
-
-class CountsCalls(Perceptron):
-    calls = 0
-
-    def changed(self, h: Tensor) -> Tensor:
-        self.calls += 1
-        return self.second(h) / self.calls
-
-
 class ReplacesBuffer(Perceptron):
     def add_parts(self) -> None:
         self.register_buffer("centre", torch.zeros(WIDTH))
@@ -275,12 +251,6 @@ class ChangesBuffer(ReplacesBuffer):
     def changed(self, h: Tensor) -> Tensor:
         self.centre[:2].mul_(0.9)
         return self.second(h - self.centre)
-
-
-class FreezesInForward(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        self.second.requires_grad_(False)
-        return self.second(h)
 
 
 class HooksParameter(Perceptron):
@@ -301,37 +271,6 @@ class NormalisesTwice(Perceptron):
         return self.norm(self.second(self.norm(h)))
 
 
-class OwnStatistics(ReplacesBuffer):
-    def changed(self, h: Tensor) -> Tensor:
-        return self.second(F.batch_norm(h, self.centre, torch.ones(WIDTH), training=self.training))
-
-
-class Doubled(torch.autograd.Function):
-    """Changes its input in place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 3 * gradient
-
-
-class ChangesInPlace(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        h = self.second(h).sin()
-        Doubled.apply(h)
-        return h
-
-
-class MergesInEvaluation(Perceptron):
-    def train(self, mode: bool = True) -> "MergesInEvaluation":
-        self.second.weight.data += -1 if mode else 1
-        return super().train(mode)
-
-
 def lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(WIDTH))
 
@@ -343,11 +282,6 @@ def spectral_norm() -> nn.Module:
 class ScriptedPart(Perceptron):
     def add_parts(self) -> None:
         self.second = torch.jit.script(self.second)
-
-
-class InMemory(Perceptron):
-    def add_parts(self) -> None:
-        self.register_buffer("centre", self.second.weight.detach()[0])
 
 
 class BeginsSteps(Perceptron):
