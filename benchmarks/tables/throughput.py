@@ -151,6 +151,5 @@ def cells_of(kind: str, workers: int) -> int:
 def measure(configs: Sequence[Mapping[str, Any]], K: int, repetitions: int, realtime: bool) -> list[Seconds]:
     """Lets the contenders of each setting take turns on K processes; returns the seconds of `contenders.worker`."""
     config = {"settings": configs, "repetitions": repetitions, "realtime": realtime}
-    preload = ("torch.distributed.pipelining",)
-    found: list[Seconds] = run_workers("gpipe_cli.benchmarks.tables.contenders:worker", K, config, preload)
+    found: list[Seconds] = run_workers("gpipe_cli.benchmarks.tables.contenders:worker", K, config)
     return found

@@ -15,17 +15,18 @@ from gpipe_cli.cpu import processor_name, usable_cores
 from gpipe_cli.launch.supervisor import Job, launch
 
 LINES_KEPT = 30  # of a failed command's output
-PRELOAD = ("torch", "torch.distributed")
 
 
-def run_workers(entry: str, workers: int, config: Mapping[str, Any], preload: Sequence[str] = ()) -> Any:
+def run_workers(entry: str, workers: int, config: Mapping[str, Any]) -> Any:
     """Runs ``entry(context, config)`` on so many processes with one thread each; returns rank 0's result.
+
+    The module of ``entry`` is imported once, before the processes are forked.
 
     Raises:
         WorkerFailed, ConfigurationError: a worker raised an exception.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-bench-") as directory:
-        job = Job(Path(directory), workers, entry, dict(config), preload=(*PRELOAD, *preload))
+        job = Job(Path(directory), workers, entry, dict(config), preload=("torch", entry.partition(":")[0]))
         return launch(job, lambda event: None)
 
 

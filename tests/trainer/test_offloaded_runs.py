@@ -58,7 +58,8 @@ def test_workers_and_replicas_have_the_same_bits(tmp_path: Path) -> None:
     for name, more in {"file": in_file(tmp_path), "memory": ()}.items():
         content = {"settings": checked(*words, *more).config, "started_at": time.time()}
         (tmp_path / name).mkdir()
-        launch(Job(tmp_path / name, 4, "gpipe_cli.trainer.run:main", content, preload=("torch",)), lambda event: None)
+        preload = ("torch", "gpipe_cli.trainer.run")
+        launch(Job(tmp_path / name, 4, "gpipe_cli.trainer.run:main", content, preload), lambda event: None)
     assert not changed(saved(tmp_path / "file", 3), saved(tmp_path / "memory", 3))
 
 
