@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.benchmark import Timer
 
 from ...config import PipelineConfig, Settings
 from ...cpu import as_worker, usable_memory
@@ -155,6 +154,8 @@ def _seconds(run: Callable[[], object], enough: float = _SECONDS) -> float:
     Args:
         enough: seconds for which it is called again and again.
     """
+    from torch.utils.benchmark import Timer  # here, because it brings setuptools and looks for CUDA's compiler
+
     timer = Timer("run()", timer=_now, globals={"run": run}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=enough).median
 
