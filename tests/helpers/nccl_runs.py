@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +37,7 @@ from gpipe_cli.tasks.own_loss import LossFunctionTask
 from gpipe_cli.trainer.update import Updater
 
 CPU = torch.device("cpu")
+CONFIG = checked("debug=tiny").settings.pipeline
 HOSTS = "hosts"  # the group for CPU tensors
 HERE = threading.local()  # of each thread: its rank, its calls, and how many of each name there were
 SHARED = ("0.weight", "0.bias")  # of a layer, by number of the tie
@@ -154,19 +154,19 @@ class Run:
     placement: tuple[int, ...]
     M: int
     remat: str
+    keep: int | None = None
     replicas: int = 1
     ties: tuple[tuple[int, ...], ...] = ()
     bucket: int = 1 << 20
 
     def calls(self) -> list[list[Call]]:
         """Returns the calls of every rank, from the first connections to the last exchange."""
-        shape: Any = {"K": len(self.placement), "M": self.M, "schedule": self.kind, "remat": self.remat}
-        config = replace(checked_config(), **shape)
+        shape: Any = {"K": len(self.placement), "M": self.M, "schedule": self.kind}
+        config = replace(CONFIG, remat=self.remat, keep=self.keep, **shape)
         ranks = range((max(self.placement) + 1) * self.replicas)
         calls: list[list[Call]] = [[] for _ in ranks]
         network, pipeline = Network(), "gpipe_cli.distributed.pipeline"
-        names = ["get_rank", "get_backend", "isend", "irecv", "send", "recv"]
-        names += ["all_reduce", "all_to_all_single", "all_gather_into_tensor"]
+        names = [name for name in vars(Network) if not name.startswith("_")]
         with (
             patch.multiple(dist, **{name: getattr(network, name) for name in names}),
             patch(f"{pipeline}.Transport", connected_like_nccl),
@@ -220,11 +220,6 @@ def layer() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
-@cache
-def checked_config() -> PipelineConfig:
-    return checked("debug=tiny").settings.pipeline
-
-
 def drawn_run(seed: int) -> Run:
     draw = random.Random(seed)
     kind = draw.choice(list(KINDS))
@@ -232,11 +227,13 @@ def drawn_run(seed: int) -> Run:
     rounds = draw.choice((1, 2, 3)) if kind in ROUND_ROBIN and workers <= 5 else 1
     cells = range(workers * rounds)
     ties = (draw.sample(cells, k=2 + draw.randrange(2) * (len(cells) > 2)) for _ in range(draw.choice((0, 0, 1, 2))))
+    M = draw.choice((1, 2, 3, 4, 5, 7, 8) if draw.random() < 0.95 else (16, 33, 64))
     return Run(
         kind=kind,
         placement=tuple(range(workers)) * rounds,
-        M=draw.choice((1, 2, 3, 4, 5, 7, 8) if draw.random() < 0.95 else (16, 33, 64)),
+        M=M,
         remat=draw.choice(REMAT),
+        keep=draw.choice((None, None, draw.randint(0, M))),
         replicas=draw.choice((1, 1, 2, 3)) if workers < 5 else 1,
         ties=tuple(tuple(sorted(tie)) for tie in ties),
         bucket=draw.choice((1, 1 << 20)),
