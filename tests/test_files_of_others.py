@@ -1,7 +1,6 @@
 """Tests that anybody's run or cache calls, reads and writes nothing but what is ours or named; damage is mended."""
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,6 @@ from gpipe_cli.commands import eval as evaluate
 from gpipe_cli.commands import plan, train, translate
 from gpipe_cli.data.cldr.source import CorpusParameters, open_store
 from gpipe_cli.data.source import no_report
-from gpipe_cli.disk import DiskError, write_whole, writing
 from gpipe_cli.errors import ConfigurationError, PlainError
 from gpipe_cli.jobs.trust import OURS, SECTIONS
 
@@ -68,24 +66,9 @@ def test_links_in_a_shared_cache_are_not_written_through(tmp_path: Path, mine: P
     assert not any(path.is_symlink() for path in made.folder.rglob("*"))
 
 
-def test_devices_and_pipes_keep_their_place(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("/dev/null")
-    (tmp_path / "folder").mkdir()
-    for page in (tmp_path / "pipe", tmp_path / "link", tmp_path / "folder"):
-        with pytest.raises(DiskError, match=r"cannot be written: it is no regular file$"), writing(page):
-            write_whole(page, "a page")
-        assert page.exists() and not page.is_file()
-
-
-@pytest.mark.parametrize("link", [True, False])
-def test_a_lock_that_is_a_link_or_a_pipe_is_refused(link: bool, tmp_path: Path, mine: Path) -> None:
-    name = f".{CORPUS.folder()}.lock"
-    if link:
-        (tmp_path / name).symlink_to(mine)
-    else:
-        os.mkfifo(tmp_path / name)
-    with pytest.raises(Exception, match=r"\.lock cannot be written: (Too many levels|it is no regular file)"):
+def test_a_lock_that_is_a_link_is_refused(tmp_path: Path, mine: Path) -> None:
+    (tmp_path / f".{CORPUS.folder()}.lock").symlink_to(mine)
+    with pytest.raises(Exception, match=r"\.lock cannot be written: Too many levels"):
         open_store(CORPUS, str(tmp_path), print)
 
 
@@ -111,7 +94,7 @@ def test_a_cache_that_is_deleted_while_it_is_used_is_told(tmp_path: Path) -> Non
         list(corpus.held_out("dev"))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"layers": [["flatten", [], {}]], "loss": null}', "NaN", "{"])
+@pytest.mark.parametrize("content", ["", "{", '{"layers": [["flatten", [], {}]], "loss": null}'])
 def test_a_damaged_profile_is_measured_anew(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPIPE_CACHE", str(tmp_path / "cache"))
     words = [*RUN, "pipeline.K=2", "pipeline.workers=1"]

@@ -29,7 +29,7 @@ EXPERIMENTS = sorted(f"{path.parent.name}/{path.stem}" for path in (CONF / "expe
 
 COMPLETE = [f"task={name}" for name in ("classification", "language_model", "own_loss", "translation")]
 COMPLETE += ["model=transformer", "model=transformer_lm"]  # they show every key of what they name
-MODELS = ["model=transformer", *(option for option in OPTIONS if option.startswith("model="))]
+MODELS = ["model=transformer", "model=amoebanet", "model=transformer_lm", "model._target_=my_module.layers"]
 
 
 def refusal(*overrides: str) -> str:

@@ -64,4 +64,4 @@ def test_another_vocabulary_is_refused_before_text_is_prepared_with_advice_that_
     assert "has another vocabulary (" in said and "source_vocabulary=150 there, 200 here" in said
     assert f"data.tokenizer={folder / 'run'}" in said and stores(folder) == before
     words.remove("data.source_vocabulary=200")
-    assert trained(folder, f"{begin}", *words, f"data.tokenizer={folder / 'run'}", "data.pair=sw") == 0
+    assert trained(folder, begin, *words, f"data.tokenizer={folder / 'run'}", "data.pair=sw") == 0

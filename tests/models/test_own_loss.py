@@ -17,7 +17,7 @@ from gpipe_cli.tasks.own_loss import LossFunctionTask
 
 SEED, LR = 7, 0.5
 COMMON = [
-    *("model=module", "model.pad_id=0", "data._target_=own_module.PaddedTexts"),
+    *("model=module", "model.trust=true", "model.pad_id=0", "data._target_=own_module.PaddedTexts"),
     *(f"seed={SEED}", "trainer.steps=1", "trainer.evaluate_first=false", "checkpoint.every=1"),
     *("optimizer=sgd", f"optimizer.lr={LR}", "optimizer.momentum=0", "optimizer.weight_decay=0"),
     *("trainer.gradient_clip=null", "lr_schedule=constant", "lr_schedule.warmup_steps=0"),

@@ -17,7 +17,7 @@ from gpipe_cli.data.images.digits import DigitsSource
 SEED, LR, M = 7, 0.1, 2
 MODULE = ["model=module", "model.module._target_=own_module.mobile_net"]
 WORDS = [
-    *(*MODULE, f"seed={SEED}", f"pipeline.M={M}", "data.batch_size=8", "checkpoint.every=1"),
+    *(*MODULE, "model.trust=true", f"seed={SEED}", f"pipeline.M={M}", "data.batch_size=8", "checkpoint.every=1"),
     *("trainer.steps=1", "trainer.evaluate_every=null", "trainer.evaluate_first=false", "trainer.gradient_clip=null"),
     *("optimizer=sgd", f"optimizer.lr={LR}", "optimizer.momentum=0", "optimizer.weight_decay=0"),
     *("lr_schedule=constant", "lr_schedule.warmup_steps=0", "task.label_smoothing=0"),

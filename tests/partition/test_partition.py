@@ -68,7 +68,7 @@ class TestBothObjectives:
         assert partition([0.1] * 10, 4, objective) == [2, 2, 3, 3]
 
     @pytest.mark.timeout(60)  # each takes a second or two; comparing all cuts would take days
-    @pytest.mark.parametrize(("K", "last"), [*((K, 1.0) for K in (1, 2, 128, 1663, 3326)), (16, 1e6)])
+    @pytest.mark.parametrize(("K", "last"), [*((K, 1.0) for K in (2, 1663, 3326)), (16, 1e6)])
     def test_thousands_of_layers_in_non_empty_cells(self, objective: str, K: int, last: float) -> None:
         costs = [1.0 + (layer % 7) / 10 for layer in range(3325)] + [last]
         sizes = partition(costs, K, objective)
