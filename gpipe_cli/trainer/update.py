@@ -72,7 +72,8 @@ class Updater:
         self._sums = None if self._replica_group is None else ReplicaSums(self._replica_group)
         sums_early = pipeline.world.sums_beside_computations and not self.is_offloaded
         self.begin_sums = self._begin_sums if sums_early else None
-        self._of_cell = {cell.number: [p for _, p in cell.parameters() if p not in self._ties.own] for cell in cells}
+        tied = self._ties.own
+        self._of_cell = {cell.number: [p for _, p in cell.parameters() if p not in tied] for cell in cells}
 
     def take_away(self) -> None:
         """Gives the memory of all offloaded cells back."""
