@@ -29,7 +29,7 @@ class ForwardFacts:
 
     Attributes:
         flops: FLOPs of matrix products, convolutions and attention (a multiply-add counts two).
-        outputs: what the next layer gets.
+        outputs: shapes of the tensors that the next layer gets.
     """
 
     flops: float
@@ -51,19 +51,14 @@ class Parameter:
     """Describes one parameter of a layer.
 
     Attributes:
-        names: all names that it has in the layer.
+        name: the name that it has in the layer, the first where it has several.
         form: its shape, and whether it learns.
         owner: the earlier layer, and the name there, if the parameter is shared with one; None: the layer's own.
     """
 
-    names: tuple[str, ...]
+    name: str
     form: TensorShape
     owner: Owner | None
-
-    @property
-    def name(self) -> str:
-        """Returns its first name."""
-        return self.names[0]
 
     def __str__(self) -> str:
         return f"{self.form}{'' if self.form.requires_grad else ', frozen'}"
@@ -78,7 +73,7 @@ class Survey(Generic[F]):
         parameters: the parameters of each layer.
         layers: facts of each layer that has run; equal layers share one object.
         joined: numbers of the layers behind which no cut may lie: shapes that they pass on depend on values.
-        failure: why a layer, and those behind it, did not run; None where all did.
+        failure: error of the first layer that did not run; those behind it did not either. None where all did.
     """
 
     names: list[str]
@@ -168,32 +163,27 @@ class _TieSearch:
         declared = self._declared(builder, alike[-1])
         own = [replace(one, owner=declared.get(one.name, one.owner)) for one in alike[-1]]
         for one in own:
-            owner = one.owner or Owner(builder.name, one.name)
-            for full in (f"{builder.name}.{name}" for name in one.names):
-                if full in self._known:
-                    other = self._known[full][1].layer
-                    raise ConfigurationError(f"layers {other!r} and {builder.name!r} both have {full}: rename one")
-                self._known[full] = one, owner
+            full = f"{builder.name}.{one.name}"
+            if full in self._known:
+                other = self._known[full][1].layer
+                raise ConfigurationError(f"layers {other!r} and {builder.name!r} both have {full}: rename one")
+            self._known[full] = one, one.owner or Owner(builder.name, one.name)
         self.found.append(own)
 
     def _built(self, builder: LayerBuilder) -> list[Parameter]:
         """Builds the layer, and returns its parameters; the owner of one that an earlier layer holds is that layer."""
-        objects: dict[int, tuple[nn.Parameter, list[str]]] = {}
-        module = build_without_memory(builder, fake_mode())
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            objects.setdefault(id(parameter), (parameter, []))[1].append(name)
         found = []
-        for parameter, names in objects.values():
+        for name, parameter in build_without_memory(builder, fake_mode()).named_parameters():
             holder, owner = self._holders.get(id(parameter), (None, None))
             if holder is None or holder() is not parameter:
-                self._holders[id(parameter)] = weakref.ref(parameter), Owner(builder.name, names[0])
+                self._holders[id(parameter)] = weakref.ref(parameter), Owner(builder.name, name)
                 owner = None
-            found.append(Parameter(tuple(names), TensorShape.of(parameter), owner))
+            found.append(Parameter(name, TensorShape.of(parameter), owner))
         return found
 
     def _declared(self, builder: LayerBuilder, parameters: Sequence[Parameter]) -> dict[str, Owner]:
-        """Returns the owners that the builder declares, by the first name of the parameter."""
-        own = {name: parameter for parameter in parameters for name in parameter.names}
+        """Returns the owners that the builder declares, by the name of the parameter."""
+        own = {parameter.name: parameter for parameter in parameters}
         found = {}
         for name, other in builder.tied.items():
             tie = f"layer {builder.name!r}: its parameter {name!r} is tied to {other!r}"
@@ -204,5 +194,5 @@ class _TieSearch:
             there, owner = self._known[other]
             if str(own[name]) != str(there):
                 raise ConfigurationError(f"{tie}, but one is {own[name]} and the other {there}: they must be alike")
-            found[own[name].name] = owner
+            found[name] = owner
         return found

@@ -5,13 +5,13 @@ A model of which the memory of this machine or its GPUs cannot hold them is refu
 
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..config import PipelineConfig, Settings
 from ..cpu import usable_memory
@@ -25,13 +25,13 @@ from ..layers import LayerBuilder, own_name
 from ..partition.cut import Cut
 from ..partition.fake_layers import TensorShape, fake_mode
 from ..partition.survey import Parameter, Survey, survey
+from ..partition.tracking import storage_key
 from ..pipeline.tied_parameters import Use
 from ..typed_section import flat
 from .measure.layer_facts import ModelFacts
 
 StateBytes = Callable[[str, TensorShape], int]  # of a parameter's full name and shape
 TOLERATED = 1.1  # of the memory: a little more may still run, with swapped pages
-_SMALL = 2  # side of the real parameter that replaces a fake one where the optimizer looks at values
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class KeptMemory:
 def optimizer_state_bytes(section: Mapping[str, Any]) -> StateBytes:
     """Returns a function that returns the bytes of state that an optimizer keeps for a parameter.
 
-    Equal parameters are looked at once.
+    They are what a step on a tensor without values has made. Equal parameters are looked at once.
 
     Args:
         section: the section `optimizer`.
@@ -172,35 +172,16 @@ def optimizer_state_bytes(section: Mapping[str, Any]) -> StateBytes:
 
     @cache
     def of_key(key: GroupKey, shape: TensorShape) -> int:
-        def of(weight: Tensor) -> int:
-            parameter = nn.Parameter(weight)
-            return _state_bytes(build_optimizer(section, {key: [parameter]}), parameter)
-
-        try:
-            with fake_mode():
-                return of(torch.empty(shape.shape, dtype=shape.dtype))
-        except Exception:  # the optimizer looks at values: scale up its state for a small parameter
-            small = torch.zeros([min(size, _SMALL) for size in shape.shape], dtype=shape.dtype)
-            return round(of(small) / max(1, small.numel()) * shape.numel)
+        with fake_mode():
+            parameter = nn.Parameter(torch.empty(shape.shape, dtype=shape.dtype))
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer = build_optimizer(section, {key: [parameter]})
+            with suppress(Exception):  # some optimizers look at values once they have made their state
+                optimizer.step()
+        tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
     return lambda name, shape: of_key(groups.key(name, shape.shape), shape)
-
-
-def _state_bytes(optimizer: Optimizer, parameter: nn.Parameter) -> int:
-    """Takes a step of a new optimizer and returns the bytes of the state that it has made for the parameter."""
-    parameter.grad = torch.zeros_like(parameter)
-    try:
-        optimizer.step()
-    except Exception:
-        if not any(optimizer.state.values()):  # some optimizers look at values only after they have made their state
-            raise
-    storages = {
-        value.untyped_storage()._cdata: value.untyped_storage().nbytes()
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    }
-    return sum(storages.values())
 
 
 # -- what no memory here holds -----------------------------------------------------------------------------------------
