@@ -1,6 +1,7 @@
 """Defines the command line and the printed table that all benchmarks share."""
 
 import json
+import resource
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,11 @@ def report(
     print("\n".join(["", *said]))
     if output is not None:
         output.write_text(json.dumps({"machine": machine(), "rows": kept, "notes": list(said)}, indent=1) + "\n")
+
+
+def children_seconds() -> float:
+    """Returns the processor seconds of all commands that this process has run so far, and of their children."""
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

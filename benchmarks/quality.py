@@ -10,7 +10,6 @@ job took, start included, then gets all of them.
 
 import json
 import math
-import resource
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet18  # type: ignore[import-untyped]
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
-from benchmarks.common import Row, parser, report
+from benchmarks.common import Row, children_seconds, parser, report
 from gpipe_cli.benchmarks.tables.workers import run_command
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.config import Settings
@@ -153,10 +152,9 @@ def optimizer_of(model: nn.Module, muon: bool, rate: float) -> torch.optim.Optim
 
 def job(name: str, words: Sequence[str], folder: Path) -> Row:
     """Runs gpipe-train in a folder and returns its row."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = children_seconds()
     run_command("gpipe-train", [*words, f"hydra.run.dir={folder}"])
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seconds = children_seconds() - before
     losses = [row["loss"] for row in read_rows(folder / "metrics.jsonl")[0]]
     parameters = json.loads((folder / "summary.json").read_text())["parameters"]
     return _row(name, "gpipe-train", parameters, losses, seconds, read_rows(folder / "evaluations.jsonl")[0][-1])

@@ -7,13 +7,12 @@ package, which workers share; `profiling` is what the first start takes more tha
 """
 
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 
-from benchmarks.common import Row, parser, report
+from benchmarks.common import Row, children_seconds, parser, report
 from gpipe_cli.benchmarks.tables.workers import environment
 
 WORKERS = 2
@@ -27,9 +26,9 @@ COLUMNS = {"job": "", **dict.fromkeys(("first, s", "second, s", "importing", "pr
 
 def processor_seconds(command: str) -> float:
     """Returns the processor seconds of a command of Python and its children."""
-    before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    before = children_seconds()
     subprocess.run([sys.executable, *command.split()], env=environment(), capture_output=True, check=True)
-    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before
+    return children_seconds() - before
 
 
 def measured(jobs: Sequence[str], folder: str) -> Iterator[Row]:
