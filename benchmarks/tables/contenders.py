@@ -74,7 +74,7 @@ def contender(name: str, kind: str, cut: Sequence[int], policy: Any, *, work: Wo
         name: begins with "torch " for torch.distributed.pipelining.
         kind: the kind of schedule.
         cut: number of layers of each cell.
-        policy: what is computed again, as `kept_graphs` takes it.
+        policy: graphs that are kept, as `kept_graphs` takes them.
     """
     parts = cell_layers(cut)
     if name.startswith(TORCH):

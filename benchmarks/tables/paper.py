@@ -32,7 +32,7 @@ class Capacity:
         K: accelerators.
         naive: without pipeline and re-materialization.
         sizes: L and, for AmoebaNet, D.
-        parameters: as printed.
+        parameters: number of parameters, as printed.
     """
 
     K: int

@@ -44,7 +44,7 @@ def run_command(command: str, words: Sequence[str], folder: Path | None = None, 
     """Runs a command and returns what it prints on standard output.
 
     Args:
-        command: as "gpipe-train"; it is run as a module, which needs no installation.
+        command: its name, "gpipe-train"; it is run as a module, which needs no installation.
         folder: the current directory of the command; None: that of this process.
         codes: exit codes that are no failure.
 

@@ -30,10 +30,10 @@ class Finding:
     """Describes how a module compares with itself.
 
     Attributes:
-        layers: how many it became; 0 where it is refused.
+        layers: number of layers that it became; 0 where it is refused.
         seconds: processor time that tracing took.
         difference: largest relative difference from the module itself; infinite: more than rounding.
-        same_cuts: whether all `CASES` have the same bits.
+        same_cuts: True if all `CASES` have the same bits.
         where: the largest differences; why it is refused.
     """
 
