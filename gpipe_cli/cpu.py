@@ -15,7 +15,6 @@ GLOO_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo"}
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
 MEMORY_FACTS, PROCESSORS = Path("/proc/meminfo"), Path("/proc/cpuinfo")
-WAITS = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, nanoseconds waiting for one, turns
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _KEPT = (1 << 31) - 1  # bytes, the most that mallopt takes
@@ -68,12 +67,6 @@ def _read(file: Path) -> str:
         return file.read_text().strip()
     except OSError:
         return ""
-
-
-def waited_for_core() -> float:
-    """Returns the seconds for which this thread could have run but others had its core; 0 where nothing tells them."""
-    words = _read(WAITS).split()
-    return int(words[1]) / 1e9 if words else 0.0
 
 
 def usable_memory() -> int:

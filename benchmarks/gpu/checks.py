@@ -25,7 +25,7 @@ from gpipe_cli.benchmarks.tables.workers import environment, machine, run_comman
 from gpipe_cli.checkpoint.files import latest, step_directories
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.json_files import read_rows
-from gpipe_cli.planner.measure.this_device import measure_rates
+from gpipe_cli.planner.measure.this_device import measure_device
 
 SMALL = ("debug=tiny", "logging.tensorboard=false", "trainer.samples=0")
 PRECISIONS = Path(next(iter(gpipe_cli.conf.__path__))) / "precision"
@@ -100,7 +100,7 @@ def machine_facts(site: Site) -> Iterator[Row]:
         gpu = torch.cuda.get_device_properties(number)
         value = f"{gpu.name}, {gpu.total_memory >> 20:,} MiB, {gpu.multi_processor_count} multiprocessors"
         yield {"what": f"GPU {number}", "value": value}
-    rates = measure_rates(make_request([f"pipeline.device={site.device}"]).settings.pipeline)
+    rates = measure_device(make_request([f"pipeline.device={site.device}", "pipeline.K=1"]).settings.pipeline)
     yield {"what": "products in float32, TFLOP/s", "value": rates.flops / 1e12}
     yield {"what": "products in bfloat16, TFLOP/s", "value": rates.half_flops / 1e12}
     yield {"what": "memory, GB/s", "value": rates.bandwidth / 1e9}

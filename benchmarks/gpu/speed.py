@@ -28,7 +28,7 @@ from gpipe_cli.partition.cost import count_forward
 from gpipe_cli.partition.cut import cut_model
 from gpipe_cli.partition.survey import survey
 from gpipe_cli.pipeline.step import peak_memory
-from gpipe_cli.planner.measure.this_device import measure_rates
+from gpipe_cli.planner.measure.this_device import measure_device
 from gpipe_cli.position import Position
 
 from .checks import Site
@@ -171,7 +171,7 @@ def measure(site: Site) -> Iterator[Row]:
     words, tiny = MODELS[site.part]
     words = (*words, *SHARED, *((*TINY, *tiny) if site.tiny else ()), f"pipeline.device={site.device}")
     settings = make_request(words).settings
-    rates = measure_rates(settings.pipeline)  # before the model takes the memory
+    rates = measure_device(settings.pipeline)  # before the model takes the memory
     subject = Subject(settings, torch.device(site.device), TINY_VALUES if site.tiny else VALUES)
     memory: dict[str, int] = {}
     update = once = 0.0

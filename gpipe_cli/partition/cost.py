@@ -56,10 +56,15 @@ class LayerTimes:
         return LayerTimes(*(getattr(self, phase.name) * factor for phase in fields(LayerTimes)))
 
 
-def cell_total(layers: Sequence[LayerTimes], loss: Sequence[LayerTimes]) -> LayerTimes:
-    """Returns the times of a cell: of its layers and, in the last cell, the loss, which inference does not need."""
-    total = LayerTimes(*(sum(getattr(each, of.name) for each in (*layers, *loss)) for of in fields(LayerTimes)))
-    return replace(total, inference=sum(each.inference for each in layers))
+def total_times(layers: Sequence[LayerTimes]) -> LayerTimes:
+    """Returns the seconds of several layers together."""
+    return LayerTimes(*(sum(getattr(each, phase.name) for each in layers) for phase in fields(LayerTimes)))
+
+
+def with_loss(layers: Sequence[LayerTimes], loss: LayerTimes | None) -> list[LayerTimes]:
+    """Returns the seconds of each layer; the last one's include those of the loss, which inference does not need."""
+    *others, last = layers
+    return [*others, last if loss is None else replace(total_times([last, loss]), inference=last.inference)]
 
 
 def count_forward(module: nn.Module, inputs: Tensors, *, is_last: bool) -> ForwardFacts:
@@ -76,7 +81,7 @@ def layer_costs(builders: Sequence[LayerBuilder], found: Survey[Any], how: str) 
 
     Args:
         builders: the model.
-        found: what a survey has found.
+        found: survey of the model.
         how: ``flops``: a forward's (`ForwardFacts.cost`), or a builder's ``cost``, where it has one.
             ``parameters``: their number. ``declared``: each builder's ``cost``.
 

@@ -14,7 +14,7 @@ from ..errors import ConfigurationError
 from ..layers import LayerBuilder, Owner
 from ..micro_batch import MicroBatch
 from ..pipeline.tied_parameters import Use
-from .cost import LayerTimes, count_forward, layer_costs
+from .cost import LayerTimes, count_forward, layer_costs, with_loss
 from .cutter import Cutter, Memory
 from .fake_layers import CostError
 from .model_profile import ModelProfile
@@ -32,7 +32,7 @@ class Cut:
         table: one row a cell: cell, worker, layers (first, last, count), parameters, share of all cells' seconds of a
             forward and backward.
         parameters: number of parameters of the whole model.
-        ties: for each layer the owners of the parameters that it shares with an earlier layer (`Survey.owners`).
+        ties: owners of the parameters that each layer shares with an earlier one, by name (`Survey.owners`).
         varying: layers behind which no cut may lie, because what they pass on has shapes that depend on values.
     """
 
@@ -89,14 +89,14 @@ def cut_model(
     Raises:
         ConfigurationError: more cells than layers, sizes that do not add up, or a declared tie that cannot be.
     """
-    refuse_more_cells_than_layers(len(builders), config)  # before costs are counted
     found = survey(builders, example[0], count_forward)
     for line in places_without_cut(found):
         say(line)
     times, how = None, config.cost
     if how == "profile" and profile is not None:
         try:
-            times = profile().with_loss
+            measured = profile()
+            times = with_loss(measured.layers, measured.loss)
         except (CostError, torch.OutOfMemoryError) as error:  # a layer cannot be timed by itself
             say(f"cut by FLOPs, because layers could not be timed: {error}")
             how = "flops"
@@ -124,7 +124,7 @@ def cut_by_times(
     """Computes partition and placement from the layers' times, in any unit.
 
     Args:
-        memory: what the workers need and have; None: any cut fits.
+        memory: bytes that the workers need and have; None: any cut fits.
 
     Raises:
         ConfigurationError: more cells than layers, sizes that do not add up, or more workers than cells.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cpu import waited_for_core
 from ..gpus import GPU
 from ..layers import LayerBuilder, announce
 from ..micro_batch import Tensors
@@ -25,14 +23,15 @@ from ..pipeline.halves import WeightHalf, backward_of_inputs
 from ..pipeline.messages.boundary import canonical_gradient, grouped_like, grouping_of, is_channels_last
 from ..pipeline.randomness import NoiseSource
 from ..pipeline.step import Mark, event_now, seconds_between
-from .cost import LayerTimes, cell_total
+from .cost import LayerTimes
 from .fake_layers import CostError, TensorShape, build_key, build_or_explain, explaining_failures
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 Run = Callable[[Tensors, bool], tuple[Tensors, Tensors]]  # (inputs, False to recompute) -> (outputs, losses)
 _REPEATS = 5  # timed rounds per layer, after one that warms up
 _LEAST = 2  # fewest timed rounds, when time is short
-_ENOUGH = 64 << 20  # bytes of weights and outputs, several times the size of a processor's caches
+_SECONDS = 0.5  # after which no layer is timed again
+_GROUP_BYTES = 64 << 20  # of weights and outputs, several times the size of a processor's caches
 _LOSS = "loss"  # among the keys of layers
 
 
@@ -48,12 +47,6 @@ class ModelProfile:
     layers: list[LayerTimes]
     loss: LayerTimes | None
 
-    @property
-    def with_loss(self) -> list[LayerTimes]:
-        """Returns the times of each layer; the last one's include the loss, which always runs in its cell."""
-        *others, last = self.layers
-        return [*others, cell_total([last], [] if self.loss is None else [self.loss])]
-
 
 def profile_layers(
     builders: Sequence[LayerBuilder],
@@ -63,7 +56,6 @@ def profile_layers(
     loss: Callable[[Tensors], Tensor] | None = None,
     targets: Tensors = (),
     boundary_type: torch.dtype | None = None,
-    enough: float = math.inf,
 ) -> ModelProfile:
     """Times forward and backward of every layer, the median of some repeats; equal layers are timed once.
 
@@ -75,7 +67,6 @@ def profile_layers(
         loss: loss of the last layer's outputs; None: it is not timed.
         targets: the micro-batch's targets, for layers with an ``auxiliary_loss``.
         boundary_type: type of floating-point tensors between two layers; None: as a layer returns them.
-        enough: seconds after which no layer is timed again.
 
     Raises:
         CostError: a layer or the loss fails; the message names it, and for a layer the way out.
@@ -83,7 +74,7 @@ def profile_layers(
     known: dict[Hashable, Tensors] = {}  # outputs of each layer that has run, by its key
     keys: list[Hashable] = []
     times: dict[Hashable, LayerTimes] = {}
-    group, size, until = dict[Hashable, LayerTrial](), 0, time.perf_counter() + enough
+    group, size, until = dict[Hashable, LayerTrial](), 0, time.perf_counter() + _SECONDS
     with torch.random.fork_rng(devices=[device] if device.type == GPU else []):
         values = tuple(tensor.to(device) for tensor in example_inputs)
         for index, builder in enumerate(builders):
@@ -98,8 +89,8 @@ def profile_layers(
                 with explaining_failures(builder, shapes):
                     outputs = trial.outputs()
                 known[keys[-1]] = outputs
-                if size >= _ENOUGH:
-                    times |= _timed(group, device, size, until)
+                if size >= _GROUP_BYTES:
+                    times |= _timed(group, until)
                     group, size = {}, 0
                 group[keys[-1]] = trial
                 size += sum(tensor.nbytes for tensor in (*module.parameters(), *outputs))
@@ -110,7 +101,7 @@ def profile_layers(
                 group[_LOSS].outputs()
             except Exception as error:
                 raise CostError(f"the task's loss fails while it is timed: {type(error).__name__}: {error}") from error
-        times |= _timed(group, device, size, until)
+        times |= _timed(group, until)
     return ModelProfile([times[key] for key in keys], times.get(_LOSS))
 
 
@@ -142,17 +133,16 @@ class LayerTrial:
 
     def __init__(self, run: Run, inputs: Tensors, device: torch.device, autocast: Autocast = nullcontext) -> None:
         self._run, self._inputs, self._device, self._autocast = run, inputs, device, autocast
-        self._kept: list[tuple[list[Tensor], Tensors, Tensors]] = []  # leaves, outputs and losses of each graph
-        self._put_off: deque[WeightHalf] = deque()
+        self._graph: tuple[list[Tensor], Tensors, Tensors] = [], (), ()  # leaves, outputs and losses
+        self._put_off = WeightHalf(())
         self._marks: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)  # begin and end of each run of a phase
 
     def outputs(self) -> Tensors:
         """Runs once, as a warm-up, and returns the outputs as leaves, which are the next layer's inputs."""
         self.forward()
-        kept = self._kept[-1][1]
-        made = grouped_like((tensor.detach().requires_grad_(tensor.requires_grad) for tensor in kept), kept)
+        _, outputs, _ = self._graph
         self.backward()
-        return made
+        return grouped_like((tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs), outputs)
 
     def infer(self) -> None:
         """Runs forward without a graph."""
@@ -160,7 +150,7 @@ class LayerTrial:
             self._run(self._inputs, True)
 
     def forward(self, phase: str = "forward") -> None:
-        """Runs forward with a graph, which is kept.
+        """Runs forward with a graph, which is kept until the backward.
 
         Args:
             phase: name of the time; "recompute" runs the forward as a recompute.
@@ -168,16 +158,16 @@ class LayerTrial:
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._inputs]
         with self._timed(phase), self._autocast():
             outputs, losses = self._run(grouped_like(leaves, self._inputs), phase == "forward")
-        self._kept.append((leaves, outputs, losses))
+        self._graph = leaves, outputs, losses
 
     def backward(self, first_half: bool = False) -> None:
-        """Runs backward of the latest graph, whole or only its first half, and forgets the graph."""
-        leaves, outputs, losses = self._kept.pop()
+        """Runs backward of the graph, whole or only its first half, and forgets the graph."""
+        (leaves, outputs, losses), self._graph = self._graph, ([], (), ())
         roots = [tensor for tensor in outputs + losses if tensor.requires_grad]
         gradients = [torch.ones_like(root) for root in roots]
         with self._timed("input_gradient" if first_half else "backward"):
             if first_half:
-                self._put_off.append(backward_of_inputs(roots, gradients, leaves) if roots else WeightHalf(()))
+                self._put_off = backward_of_inputs(roots, gradients, leaves) if roots else WeightHalf(())
             elif roots:
                 torch.autograd.backward(roots, gradients)
             for leaf in leaves:
@@ -185,13 +175,9 @@ class LayerTrial:
                     canonical_gradient(leaf.grad, is_channels_last(leaf))
 
     def weight_gradient(self) -> None:
-        """Runs the oldest second half of a backward that is still to run."""
+        """Runs the second half of the backward whose first half has run."""
         with self._timed("weight_gradient"):
-            self._put_off.popleft().run()
-
-    def drop_graphs(self) -> None:
-        """Frees all graphs that are kept."""
-        self._kept.clear()
+            self._put_off.run()
 
     def forget(self) -> None:
         """Discards the times so far."""
@@ -205,63 +191,47 @@ class LayerTrial:
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        """Measures the seconds of a run, without those in which other processes of a busy machine had the core.
+        """Notes when a run begins and ends.
 
-        On a GPU, events record when work begins and ends, and are read at the end. To wait for the GPU around each
-        layer would add the wait's own time to every small layer, and would empty queues that are full in a run.
+        On a CPU by this thread's processor time, in which no other process of a busy machine had the core. On a GPU,
+        events record it, and are read at the end. To wait for the GPU around each layer would add the wait's own time
+        to every small layer, and would empty queues that are full in a run.
         """
-        if self._device.type == GPU:
-            begin = event_now(self._device)
-            yield
-            self._marks[phase].append((begin, event_now(self._device)))
-        else:
-            waited, start = waited_for_core(), time.perf_counter()
-            yield
-            end = time.perf_counter()
-            self._marks[phase].append((start, max(start, end - (waited_for_core() - waited))))
+        begin = self._now()
+        yield
+        self._marks[phase].append((begin, self._now()))
+
+    def _now(self) -> Mark:
+        """Returns a mark of this moment in the device's work."""
+        return event_now(self._device) if self._device.type == GPU else time.thread_time()
 
 
-def _timed(
-    group: Mapping[Hashable, LayerTrial], device: torch.device, size: int, until: float
-) -> dict[Hashable, LayerTimes]:
+def _timed(group: Mapping[Hashable, LayerTrial], until: float) -> dict[Hashable, LayerTimes]:
     """Times layers one after the other as in a cell, so that the processor's caches hold other layers' data.
 
     A group is as small as that allows, because the weights of all its layers exist at the same time.
 
     Args:
         group: layers by their keys.
-        size: bytes of their weights and outputs.
-        until: moment after which no layer is timed again.
+        until: moment, by the clock of `time.perf_counter`, after which no layer is timed again.
     """
     trials = list(group.values())
-    # Two graphs at the same time, as with several micro-batches: small memory that is reused at once would be faster
-    # than memory that the allocator takes anew. It always gives back large memory, and always keeps a GPU's.
-    whole, halved = (1, 0) if device.type == GPU or size >= _ENOUGH else (2, 2)
     for repeat in range(1 + _REPEATS):
         if repeat > _LEAST and time.perf_counter() > until:
             break
         for trial in trials:
             trial.infer()
-        for trial in trials:  # one graph at a time, as with re-materialization
-            trial.forward("recompute")
-        if not halved:
-            _backward_in_halves(trials)
         for trial in trials:
-            trial.drop_graphs()
-        for trial in trials * (whole + halved):
+            trial.forward("recompute")
+        for trial in reversed(trials):
+            trial.backward(first_half=True)
+        for trial in reversed(trials):
+            trial.weight_gradient()
+        for trial in trials:
             trial.forward()
-        for trial in trials[::-1] * whole:
+        for trial in reversed(trials):
             trial.backward()
-        _backward_in_halves(trials * halved)
         if repeat == 0:
             for trial in trials:
                 trial.forget()
     return {key: trial.times() for key, trial in group.items()}
-
-
-def _backward_in_halves(trials: Sequence[LayerTrial]) -> None:
-    """Runs the backward of a graph of each; as in a schedule, others' memory is used between its two halves."""
-    for trial in reversed(trials):
-        trial.backward(first_half=True)
-    for trial in reversed(trials):
-        trial.weight_gradient()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from ..partition.cost import LayerTimes, cell_total
+from ..partition.cost import LayerTimes, total_times, with_loss
 from ..partition.fake_layers import TensorShape
 from ..partition.tracking import Operation
 from ..pipeline.messages.boundary import ALIGNMENT
@@ -148,7 +148,7 @@ def _halves(layers: Sequence[LayerFacts], kept: Sequence[int]) -> tuple[int, int
 
     Args:
         layers: the cell's layers.
-        kept: for each layer the bytes kept by the graphs of the layers up to it.
+        kept: bytes kept by the graphs of all layers up to each one.
 
     Returns:
         (bytes held between the halves, most bytes alive in the first, most in the second). The last two do not count
@@ -237,21 +237,15 @@ class TimeModel:
     measured: dict[LayerFacts, LayerTimes] = field(default_factory=dict)
 
     def layer(self, facts: LayerFacts) -> LayerTimes:
-        """Returns the times of one layer, measured or computed."""
+        """Returns the seconds of one layer, measured or computed from its operations."""
         if facts not in self.measured:
-            self.measured[facts] = self.estimate(facts)
+            seconds = {name: self.seconds(operations) for name, operations in facts.operations.items()}
+            self.measured[facts] = LayerTimes(**seconds)
         return self.measured[facts]
 
     def layers(self, model: ModelFacts) -> list[LayerTimes]:
         """Returns the times of each layer; those of the loss are added to the last."""
-        times = [self.layer(facts) for facts in model.layers]
-        if model.loss is not None:
-            times[-1] = cell_total(times[-1:], [self.layer(model.loss)])
-        return times
-
-    def estimate(self, facts: LayerFacts) -> LayerTimes:
-        """Returns the times of one layer, computed from its operations."""
-        return LayerTimes(**{name: self.seconds(operations) for name, operations in facts.operations.items()})
+        return with_loss(list(map(self.layer, model.layers)), None if model.loss is None else self.layer(model.loss))
 
     def seconds(self, operations: Iterable[Operation]) -> float:
         """Returns the seconds of some operations that run one after the other.
@@ -283,12 +277,8 @@ class TimeModel:
         """Returns the seconds of summing ``size`` bytes of gradients over replicas around a ring."""
         return 0.0 if replicas == 1 else 2 * (replicas - 1) / replicas * size / self.device.link
 
-    def cell(self, model: ModelFacts, members: range, sizes: CellSizes) -> LayerTimes:
-        """Returns the times of a cell of these layers; the last one runs the loss, too."""
-        layers = [self.layer(facts) for facts in model.layers[members.start : members.stop]]
-        loss = [] if model.loss is None or members.stop < len(model.layers) else [self.layer(model.loss)]
-        total = cell_total(layers, loss)
-        if sizes.put_off:
-            return total
-        # Nothing is put off: the first half is then the whole backward.
-        return replace(total, input_gradient=total.backward, weight_gradient=0.0)
+
+def cell_times(layers: Sequence[LayerTimes], sizes: CellSizes) -> LayerTimes:
+    """Returns the times of a cell of these layers; where nothing is put off, the first half is the whole backward."""
+    total = total_times(layers)
+    return total if sizes.put_off else replace(total, input_gradient=total.backward, weight_gradient=0.0)

@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 
-import torch
-
 from ..config import PipelineConfig, Settings
-from ..factory.build import boundary_type_of, build_autocast, build_task
+from ..factory.build import build_task
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
 from ..partition.cost import LayerTimes
@@ -19,6 +17,7 @@ from ..schedule.schedule import most_kept
 from .cells import sizes_of_cell
 from .kept import KeptMemory
 from .measure.layer_facts import ModelFacts, measure_model
+from .measure.this_device import present_device
 from .memory import PROCESS, messages_held
 
 
@@ -51,7 +50,7 @@ def cut_that_fits(
         times: times of each layer.
         kept: counts the bytes that layers keep between steps.
         limits: most bytes of each worker.
-        on_cpus: as in `most_alive`.
+        on_cpus: True if messages travel through shared memory; else from GPU to GPU.
     """
     lists = instruction_lists(pipeline, even_placement(pipeline, pipeline.worker_count))
     halves = any(i.op is Op.WEIGHT_GRADIENT for each in lists for i in each)
@@ -91,12 +90,9 @@ def cut_for_run(
         memory: bytes of each worker's device.
         times: times of each layer.
     """
-    pipeline, precision = settings.pipeline, settings.precision
-    autocast, task = build_autocast(precision, torch.device("cpu")), build_task(settings.task, settings.seed)
-    on_cpus = pipeline.device == "cpu" or not torch.cuda.is_available()
-    kernels = "cpu" if on_cpus else "accelerator"
-    inputs, targets = (tuple(torch.empty_like(tensor, device="meta") for tensor in side) for side in example)
-    model = measure_model(builders, task.loss, (inputs, targets), autocast, boundary_type_of(precision), kernels)
+    pipeline, task = settings.pipeline, build_task(settings.task, settings.seed)
+    on_cpus = present_device(pipeline).type == "cpu"
+    model = measure_model(builders, task.loss, example, settings.precision, "cpu" if on_cpus else "accelerator")
     if model.failure is not None:  # what such layers hold is not known
         return cut_by_times(model, times, pipeline, pipeline.worker_count)
     limits = limits_of_workers(pipeline, memory)

@@ -15,7 +15,7 @@ import torch
 
 from ..config import PipelineConfig, Settings
 from ..cpu import as_worker
-from ..factory.build import boundary_type_of, build_autocast, build_model, build_task
+from ..factory.build import build_autocast, build_model, build_task
 from ..factory.example import asks_for_example, example_micro_batch, with_example
 from ..factory.groups import Groups
 from ..micro_batch import MicroBatch
@@ -23,13 +23,12 @@ from ..partition.cost import LayerTimes, layer_costs
 from ..partition.cut import Cut, places_without_cut
 from ..partition.cutter import durations, instruction_lists
 from ..partition.fake_layers import CostError
-from ..partition.model_profile import ModelProfile
 from ..schedule.early import post_early
 from ..schedule.instruction import Instruction, Op
 from ..schedule.schedule import most_kept
 from ..schedule.simulate import simulate
 from .bound import bound_of_any_cut, step_bound
-from .cells import CellPlan, TimeModel, graphs_of_layers, sizes_of_cell, tie_messages
+from .cells import CellPlan, TimeModel, cell_times, graphs_of_layers, sizes_of_cell, tie_messages
 from .fitting_cut import cut_that_fits, limits_of_workers
 from .kept import KeptMemory, trained
 from .measure.kept_profile import profiled
@@ -81,8 +80,7 @@ class Planner:
 
     def with_workers(self, pipeline: PipelineConfig) -> PipelineConfig:
         """Returns the section with a number in place of `pipeline.workers=auto`."""
-        most = self.options.most_workers
-        return replace(pipeline, workers=pipeline.planned_workers if most is None else pipeline.workers_in(most))
+        return replace(pipeline, workers=pipeline.workers_in(self.options.most_workers or pipeline.K))
 
     @cached_property
     def has_batchnorm(self) -> bool:
@@ -167,41 +165,38 @@ class Planner:
     def _measure(self, count: int) -> ModelFacts:
         """Measures layers and loss for a mini-batch of this many micro-batches (M times replicas)."""
         micro_batch, examples = example_micro_batch(self.settings, count, self.options.longest)
-        precision = self.settings.precision
-        autocast, passed_as = build_autocast(precision, torch.device("cpu")), boundary_type_of(precision)
-        model = measure_model(self.builders, self._task.loss, micro_batch, autocast, passed_as, self.device.kernels)
+        precision, kernels = self.settings.precision, self.device.kernels
+        model = measure_model(self.builders, self._task.loss, micro_batch, precision, kernels)
         if model.failure is not None:
             raise model.failure
-        profile = self._profile(model, micro_batch) if self.options.device is None else None
+        if self.options.device is None:
+            self._time_layers(model, micro_batch)
+        times = self._times.layers(model)
         if self._section.cost != "profile":
             times = list(map(LayerTimes.of_cost, layer_costs(self.builders, model, self._section.cost)))
-        else:
-            times = self._times.layers(model) if profile is None else profile.with_loss
         model.notes.extend(places_without_cut(model))
         return replace(model, times=times, examples=examples)
 
-    def _profile(self, model: ModelFacts, micro_batch: MicroBatch) -> ModelProfile | None:
+    def _time_layers(self, model: ModelFacts, micro_batch: MicroBatch) -> None:
         """Times layers and loss on this machine, or reads the times that a run has kept.
 
-        The micro-batch is of ones, which may stand for tokens, labels and pixels.
-
-        Returns:
-            The times; None, with a note in ``model``, if timing takes too long or fails.
+        The micro-batch is of ones, which may stand for tokens, labels and pixels. If timing takes too long or fails,
+        the model gets a note, and its times are computed.
         """
         here = present_device(self._section)
         inputs, targets = (tuple(torch.ones_like(tensor, device="cpu") for tensor in side) for side in micro_batch)
-        seconds = sum(self._times.estimate(of).total for of in set(model.with_loss))  # equal layers are timed once
+        seconds = sum(self._times.layer(of).total for of in set(model.with_loss))  # equal layers are timed once
         try:
             with as_worker(self._section.threads):  # a profile is kept for a number of threads
                 short, say = seconds <= LONGEST_PROFILE, model.notes.append
                 found = profiled(self.builders, (inputs, targets), self.settings, here, say, may_measure=short)
         except (CostError, RuntimeError) as error:
             model.notes.append(f"layers are not timed here ({error}): times follow from the machine's measured rates")
-            return None
+            return
         # The GPU was this process's alone; workers that share it take turns.
-        sharing, both = workers_on_a_gpu(self._section), zip(model.with_loss, [*found.layers, found.loss], strict=False)
+        sharing = workers_on_a_gpu(self._section, self._section.planned_workers * self._section.replicas)
+        both = zip(model.with_loss, [*found.layers, found.loss], strict=False)
         self._times.measured.update({facts: times.slower(sharing) for facts, times in both if times})
-        return found
 
     def _cells(
         self, pipeline: PipelineConfig, model: ModelFacts, cut: Cut, lists: Sequence[Sequence[Instruction]]
@@ -209,8 +204,9 @@ class Planner:
         """Returns the plan of each cell: its bytes, and its seconds at its worker's speed."""
         sizes = [sizes_of_cell(model, members) for members in cut.layers]
         speeds = [pipeline.speeds[worker] if pipeline.speeds else 1.0 for worker in cut.placement]
-        own_times = [self._times.cell(model, *each) for each in zip(cut.layers, sizes, strict=True)]
-        times = [time.slower(1 / speed) for time, speed in zip(own_times, speeds, strict=True)]
+        layers = self._times.layers(model)
+        cells_of = zip(cut.layers, sizes, speeds, strict=True)
+        times = [cell_times(layers[own.start : own.stop], size).slower(1 / speed) for own, size, speed in cells_of]
         most, whole = [most_kept(each) for each in lists], sum(time.total for time in times) or 1.0
         halves = any(i.op is Op.WEIGHT_GRADIENT for each in lists for i in each)
         cells = []

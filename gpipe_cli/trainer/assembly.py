@@ -240,7 +240,7 @@ def memory_of_workers(settings: Settings, world: World) -> list[float] | None:
         if world.replica_group is not None:
             sum_over_replicas(torch.zeros(1, device=world.wire), world.replica_group)
         free = world.all_gather(free_memory_of_gpu(world.device))
-        sharing = workers_on_a_gpu(pipeline)
+        sharing = workers_on_a_gpu(pipeline, world.size)
         return [room_for_tensors(min(free[worker :: world.workers]), sharing) for worker in range(world.workers)]
     typed = pipeline.memory is not None or any("memory" in device for device in pipeline.worker_devices or ())
     return [inf] * world.workers if typed else None

@@ -1,7 +1,6 @@
 """Defines the entry point of `gpipe-train`'s workers: assembles, trains, and leaves a summary."""
 
 import json
-import os
 import platform
 import time
 import warnings
@@ -280,13 +279,12 @@ def with_choice(context: Context, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _free_memory(pipeline: PipelineConfig, context: Context) -> float:
     """Returns the bytes that this worker has for tensors on its GPU; infinity on a CPU."""
-    from ..planner.measure.this_device import free_memory_of_gpu, present_device, room_for_tensors, workers_per_gpu
+    from ..planner.measure.this_device import free_memory_of_gpu, present_device, room_for_tensors, workers_on_a_gpu
 
     if present_device(pipeline).type != GPU:
         return inf
-    gpus = torch.cuda.device_count()
-    free = free_memory_of_gpu(torch.device(GPU, context.local_rank % gpus))
-    return room_for_tensors(free, workers_per_gpu(context.world_size, gpus, os.environ))
+    free = free_memory_of_gpu(torch.device(GPU, context.local_rank % torch.cuda.device_count()))
+    return room_for_tensors(free, workers_on_a_gpu(pipeline, context.world_size))
 
 
 def _choose(settings: Settings, memory: float, devices: int) -> dict[str, Any]:

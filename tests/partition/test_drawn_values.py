@@ -1,13 +1,12 @@
 """Tests that layers that look at values are counted on random ones, and no cut lies where a shape depends on values."""
 
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from composed import composed
+from composed import checked, composed
 from inline_run import same_bits_at_every_k
 from own_model import DIGITS, Flatten
 from torch import Tensor, nn
@@ -100,7 +99,7 @@ def sum_of(outputs: Any, targets: Any) -> Any:
 
 
 def test_the_planner_finds_the_same() -> None:
-    found = measure_model(layers(), sum_of, EXAMPLE, nullcontext, None, "cpu")
+    found = measure_model(layers(), sum_of, EXAMPLE, checked().settings.precision, "cpu")
     assert found.joined == [4, 5]
     assert found.sizes[2] == 243 and found.layers[6].outputs[0].shape == (6, 8)
 

@@ -10,17 +10,18 @@ from torch import Tensor, nn
 
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition import model_profile
+from gpipe_cli.partition.cost import with_loss
 from gpipe_cli.partition.model_profile import ModelProfile, profile_layers
 
 CPU = torch.device("cpu")
 FORWARD, BACKWARD = 4.0, 8.0  # seconds
-CLOCK = SimpleNamespace(now=0.0, waited=0.0)
+CLOCK = SimpleNamespace(now=0.0)
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_profile, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now))
-    monkeypatch.setattr(model_profile, "waited_for_core", lambda: CLOCK.waited)
+    clocks = dict.fromkeys(("perf_counter", "thread_time"), lambda: CLOCK.now)
+    monkeypatch.setattr(model_profile, "time", SimpleNamespace(**clocks))
 
 
 class Takes(torch.autograd.Function):
@@ -65,4 +66,5 @@ def test_the_loss_stands_behind_the_last_layer_which_pays_for_it() -> None:
     found = profile(partial(Slow, 8, 8), partial(nn.Linear, 8, 4), loss=slow_loss)
     assert found.loss is not None
     assert (found.loss.forward, found.loss.backward) == (FORWARD, BACKWARD)
-    assert [times.total for times in found.with_loss] == [FORWARD + BACKWARD, FORWARD + BACKWARD]
+    both = with_loss(found.layers, found.loss)
+    assert [times.total for times in both] == [FORWARD + BACKWARD, FORWARD + BACKWARD]

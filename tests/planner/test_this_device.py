@@ -9,7 +9,7 @@ from composed import checked
 from own_plan import EVEN, ZEROS, planned
 
 from gpipe_cli.planner import planner
-from gpipe_cli.planner.measure.this_device import workers_per_gpu
+from gpipe_cli.planner.measure.this_device import workers_on_a_gpu
 from gpipe_cli.trainer import assembly
 
 OWN_TASK = "task._target_=own_plan.OwnTask"
@@ -25,8 +25,14 @@ OWN_TASK = "task._target_=own_plan.OwnTask"
         pytest.param(4, {"WORLD_SIZE": "4"}, 1, id="a launcher that may have given each its GPU"),
     ],
 )
-def test_only_workers_of_this_machine_share_its_gpus(workers: int, environment: dict[str, str], sharing: int) -> None:
-    assert workers_per_gpu(workers, 2, environment) == sharing
+def test_only_workers_of_this_machine_share_its_gpus(
+    workers: int, environment: dict[str, str], sharing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert workers_on_a_gpu(checked().settings.pipeline, workers) == sharing
 
 
 def test_each_gpu_s_free_memory_counts_once_communicators_exist_with_room_for_libraries(
@@ -45,7 +51,9 @@ def test_each_gpu_s_free_memory_counts_once_communicators_exist_with_room_for_li
 
         monkeypatch.setattr(assembly, "free_memory_of_gpu", read)
         device = torch.device("cpu")
-        return SimpleNamespace(workers=2, device=device, wire=device, replica_group=object(), all_gather=gathered)
+        return SimpleNamespace(
+            workers=2, size=4, device=device, wire=device, replica_group=object(), all_gather=gathered
+        )
 
     monkeypatch.setattr(assembly, "GPU", "cpu")
     monkeypatch.setattr(assembly, "make_transport", lambda *_: groups.add(1))

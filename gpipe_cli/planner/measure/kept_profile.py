@@ -29,7 +29,6 @@ from ...partition.fake_layers import CostError, TensorShape
 from ...partition.model_profile import ModelProfile, profile_layers
 
 FORMAT = 8  # of the files; profiles in another format are measured again
-ENOUGH = 0.5  # seconds for which layers are timed again and again; each is timed at least twice
 
 
 def profile_file(
@@ -81,7 +80,7 @@ def profiled(
         inputs, targets = micro_batch[0], tuple(tensor.to(device) for tensor in micro_batch[1])
         between = boundary_type_of(settings.precision)
         found = profile_layers(
-            builders, inputs, device, autocast, lambda outputs: task.loss(outputs, targets)[0], targets, between, ENOUGH
+            builders, inputs, device, autocast, lambda outputs: task.loss(outputs, targets)[0], targets, between
         )
         draft.write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
         say(f"profile of {len(builders)} layers measured in {time.perf_counter() - began:.1f} s, kept in {file}")

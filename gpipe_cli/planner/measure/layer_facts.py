@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ...config import PrecisionConfig
+from ...factory.build import boundary_type_of, build_autocast
 from ...layers import LayerBuilder
 from ...micro_batch import Loss, MicroBatch, Tensors
 from ...optim.average import averaged_tensors
@@ -98,8 +100,7 @@ def measure_model(
     builders: Sequence[LayerBuilder],
     loss: Loss,
     example: MicroBatch,
-    autocast: Autocast,
-    boundary_type: torch.dtype | None,
+    precision: PrecisionConfig,
     kernels: str,
 ) -> ModelFacts:
     """Returns the facts of layers and loss; `Survey.failure` where a layer runs neither on fake nor on random values.
@@ -108,10 +109,10 @@ def measure_model(
         builders: the model.
         loss: the task's loss.
         example: a micro-batch; only its shapes matter, so it may have meta tensors.
-        autocast: makes the context in which forward runs.
-        boundary_type: type of floating-point tensors between two layers; None: as a layer returns them.
+        precision: number types of forwards and boundaries.
         kernels: ``cpu`` or ``accelerator``, as `_AcceleratorKernels` has them.
     """
+    autocast, boundary_type = build_autocast(precision, torch.device("cpu")), boundary_type_of(precision)
     inputs, targets = example
     target_shapes = [TensorShape.of(tensor) for tensor in targets]
 
@@ -134,7 +135,7 @@ def measure_model(
             of_loss = _measure_loss(loss, layers.layers[-1].outputs, targets, autocast)
         except Exception as error:  # it looks at values
             said = f"the task's loss fails on tensors without values: {type(error).__name__}: {error}"
-            notes.append(f"{said}; it is planned as if it kept its logits twice")
+            notes.append(f"{said}; the plan leaves it out")
     first, target_bytes = tuple(map(TensorShape.of, inputs)), [shape.bytes for shape in target_shapes]
     return ModelFacts(**vars(layers), loss=of_loss, inputs=first, target_bytes=target_bytes, notes=notes)
 
@@ -187,12 +188,11 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
         others: further tensors that ``run`` uses and that do not count, as targets.
     """
     parameters, buffers = list(module.parameters()), list(module.buffers())
-    averaged = {*averaged_tensors(module).values()}  # each once, under whatever names
     for parameter in parameters:  # as in every micro-batch but the first: gradients are added to what is there
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    grads = [p.grad for p in parameters if p.grad is not None]
     casts = _cast_weights(run, inputs, module, autocast)
-    known = [*inputs, *parameters, *buffers, *grads, *others, *casts.held]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    known = [*inputs, *parameters, *buffers, *gradients, *others, *casts.held]
     tracker, saved = Tracker(), dict[int, int]()
     tracker.ignore(known)
     operations, peaks = dict[str, Sequence[Operation]](), dict[str, int]()
@@ -212,26 +212,28 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
         note("forward")
         _take_gathered(module)
         shapes = grouped_like(map(TensorShape.of, outputs), outputs)
-        storages, new = _storages(inputs, outputs)
+        before = [storage_key(tensor) for tensor in inputs]
+        new = {storage_key(one): one.untyped_storage().nbytes() for one in outputs if storage_key(one) not in before}
+        storages = [*before, *new]
         places = tuple(storages.index(storage_key(output)) for output in outputs)
-        elsewhere = {*storages, *map(storage_key, known)}
-        saved_inside = sum(size for key, size in saved.items() if key not in elsewhere)
+        saved_inside = sum(saved[key] for key in saved.keys() - {*storages, *map(storage_key, known)})
         if roots:
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-        note("backward", saved_inside + sum(new))
+        note("backward", saved_inside + sum(new.values()))
         del outputs, roots
         _, roots = _run_forward(run, inputs, autocast)
         noted = _run_halves(tracker, note, roots, inputs)
+    averaged = {*averaged_tensors(module).values()}  # each once, under whatever names
     return LayerFacts(
         flops=sum(operation.flops for operation in operations["inference"]),
         outputs=shapes,
         buffer_bytes=sum(buffer.nbytes for buffer in buffers),
-        averaged_buffer_bytes=sum(each.nbytes for each in averaged if not isinstance(each, nn.Parameter)),
+        averaged_buffer_bytes=sum(buffer.nbytes for buffer in averaged - {*parameters}),
         operations={**operations, "recompute": operations["forward"]},
         peaks=peaks,
         noted=noted,
         output_storages=places,
-        new_storages=tuple(new),
+        new_storages=tuple(new.values()),
         saved_storages=frozenset(number for number, key in enumerate(storages) if key in saved),
         saved_inside=saved_inside,
         gathered=gathered,
@@ -281,17 +283,3 @@ def _run_halves(
     left.run()
     note("weight_gradient", before)
     return sum(size for key, size in noted.items() if key not in own)
-
-
-def _storages(inputs: Sequence[Tensor], outputs: Tensors) -> tuple[list[int], list[int]]:
-    """Returns the storages of inputs and outputs.
-
-    Returns:
-        (key of each input's storage, in order, then the keys that only outputs have; bytes of each of the latter).
-    """
-    keys, new = [storage_key(tensor) for tensor in inputs], []
-    for tensor in outputs:
-        if storage_key(tensor) not in keys:
-            keys.append(storage_key(tensor))
-            new.append(tensor.untyped_storage().nbytes())
-    return keys, new

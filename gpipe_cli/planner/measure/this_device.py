@@ -3,8 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -33,21 +32,20 @@ def present_device(pipeline: PipelineConfig) -> torch.device:
     return torch.device(GPU if pipeline.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def workers_on_a_gpu(pipeline: PipelineConfig) -> int:
-    """Returns how many workers share a GPU of this machine; 1 where each has its own, and on CPUs."""
-    if present_device(pipeline).type == "cpu":
-        return 1
-    return workers_per_gpu(pipeline.planned_workers * pipeline.replicas, torch.cuda.device_count(), os.environ)
-
-
-def workers_per_gpu(workers: int, gpus: int, environment: Mapping[str, str]) -> int:
-    """Returns how many workers share a GPU, for a job of so many workers on a machine with so many GPUs.
+def workers_on_a_gpu(pipeline: PipelineConfig, workers: int) -> int:
+    """Returns how many workers share a GPU of this machine; 1 where each has its own, and on CPUs.
 
     Under torchrun the environment holds how many of a job's workers are on this machine. Another launcher may hide
     the GPUs of other workers from this process, so there each worker is assumed to have its own.
+
+    Args:
+        workers: number of workers of the job, of all replicas together.
     """
-    if "WORLD_SIZE" in environment:
-        workers = min(workers, int(environment.get("LOCAL_WORLD_SIZE") or gpus))
+    if present_device(pipeline).type == "cpu":
+        return 1
+    gpus = torch.cuda.device_count()
+    if "WORLD_SIZE" in os.environ:
+        workers = min(workers, int(os.environ.get("LOCAL_WORLD_SIZE") or gpus))
     return math.ceil(workers / gpus)
 
 
@@ -69,41 +67,26 @@ def free_memory_of_gpu(device: torch.device) -> float:
 
 
 def measure_device(pipeline: PipelineConfig) -> Device:
-    """Returns the rates, memory and cost of messages that one worker has on this machine.
+    """Measures the rates that one worker has on this machine, which takes seconds; returns them with its memory.
 
-    A worker has its own threads and its part of the memory, or its part of a GPU.
+    A worker has its own threads and its part of the memory, or its part of a GPU's free memory. The cost of messages is
+    assumed.
     """
-    rates = measure_rates(pipeline)
-    if rates.kernels == "cpu":
-        return replace(rates, memory=rates.memory / (pipeline.planned_workers * pipeline.replicas))
-    sharing = workers_on_a_gpu(pipeline)
-    shared = {name: getattr(rates, name) / sharing for name in ("flops", "half_flops", "bandwidth")}
-    link = _CPU_LINK if sharing > 1 or pipeline.backend == "gloo" else _GPU_LINK
-    return replace(rates, **shared, **link, memory=room_for_tensors(rates.memory, sharing))
-
-
-def measure_rates(pipeline: PipelineConfig) -> Device:
-    """Measures the machine's rates, which takes seconds; returns them with its memory.
-
-    The memory is the whole memory of the machine, or what is free on a GPU. The cost of messages is assumed.
-    """
-    device = present_device(pipeline)
-    is_gpu = device.type == GPU
-    memory = free_memory_of_gpu(device) if is_gpu else float(usable_memory())
-    side, numbers = (8192, 1 << 28) if is_gpu else (512, 1 << 23)
-    while is_gpu and 16 * side**2 + 4 * numbers > memory / 2:  # matrices and vector
-        side, numbers = side // 2, numbers // 4
+    device, workers = present_device(pipeline), pipeline.planned_workers * pipeline.replicas
+    sharing, is_gpu = workers_on_a_gpu(pipeline, workers), device.type == GPU
+    memory = room_for_tensors(free_memory_of_gpu(device), sharing) if is_gpu else usable_memory() / workers
+    side, numbers = (8192, 1 << 26) if is_gpu else (512, 1 << 23)
     with as_worker(pipeline.threads):
         a = torch.randn(side, side, device=device)
         b, half = torch.randn_like(a), a.bfloat16()
         vector, small = torch.zeros(numbers, device=device), torch.zeros(8, device=device)
-        rates = Device(
+        measured = Device(
             name=f"this machine, {torch.cuda.get_device_name(device) if is_gpu else 'CPU'}",
-            flops=2 * side**3 / _seconds(lambda: torch.mm(a, b)),
-            half_flops=2 * side**3 / _seconds(lambda: torch.mm(half, half)),
+            flops=2 * side**3 / _seconds(lambda: torch.mm(a, b)) / sharing,
+            half_flops=2 * side**3 / _seconds(lambda: torch.mm(half, half)) / sharing,
             memory=memory,
-            bandwidth=8 * numbers / _seconds(lambda: vector.add_(1.0)),
-            **(_GPU_LINK if is_gpu else _CPU_LINK),
+            bandwidth=8 * numbers / _seconds(lambda: vector.add_(1.0)) / sharing,
+            **(_GPU_LINK if is_gpu and sharing == 1 and pipeline.backend != "gloo" else _CPU_LINK),
             overhead=_seconds(lambda: small.add_(1.0)),
             kernels="accelerator" if is_gpu else "cpu",
         )
@@ -111,7 +94,7 @@ def measure_rates(pipeline: PipelineConfig) -> Device:
         del a, b, half, vector, small
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    return rates
+    return measured
 
 
 def update_seconds(settings: Settings) -> Callable[[str, TensorShape], float]:
@@ -121,7 +104,8 @@ def update_seconds(settings: Settings) -> Callable[[str, TensorShape], float]:
     Parameters of one kind are timed once, some together as in a run. Of a very large one a part is timed. Workers that
     share a GPU take turns.
     """
-    groups, device = Groups(settings.optimizer), present_device(settings.pipeline)
+    groups, pipeline, device = Groups(settings.optimizer), settings.pipeline, present_device(settings.pipeline)
+    sharing = workers_on_a_gpu(pipeline, pipeline.planned_workers * pipeline.replicas)
 
     @cache
     def of_key(key: GroupKey, shape: TensorShape) -> float:
@@ -141,9 +125,9 @@ def update_seconds(settings: Settings) -> Callable[[str, TensorShape], float]:
             if settings.trainer.average is not None:
                 torch._foreach_lerp_(averages, tuple(weights), 0.02)
 
-        with as_worker(settings.pipeline.threads), torch.no_grad():
+        with as_worker(pipeline.threads), torch.no_grad():
             seconds = _seconds(update, enough=_SECONDS / 10)
-        return workers_on_a_gpu(settings.pipeline) * seconds / together * numbers / max(1, weights[0].numel())
+        return sharing * seconds / together * numbers / max(1, weights[0].numel())
 
     return lambda name, shape: of_key(groups.key(name, shape.shape), shape)
 
