@@ -71,7 +71,7 @@ def answers(cases: int, free: bool = False) -> Iterator[Plan]:
     for case in range(cases):
         draw = random.Random(f"0 {case}")
         planner, devices = drawn(draw, free), draw.randint(2, 4)
-        tried = list(candidates(planner.settings.pipeline, FREE, devices, len(planner.builders), ()))
+        tried = list(candidates(planner, FREE, devices))
         whole = [planner.plan(section).memory for section in tried]
         least = min(*whole, *(planner.plan(replace(section, remat="always")).memory for section in tried))
         memory = 1 + round(draw.uniform((1 + MARGIN) * least, draw.choice(whole)))

@@ -61,7 +61,7 @@ class Cutter:
         self.placement = even_placement(config, workers)
         self._times, self._speeds = times, config.speeds
         self._lists = instruction_lists(config, self.placement)
-        totals = [total[self._places] for total in worker_totals(times, config, self.placement)]
+        totals = [total[self._places] for total in worker_totals(times, self._lists, self._speeds)]
         # A part is what moves: each cell in rounds, else the consecutive cells of a worker.
         in_rounds = config.schedule in ROUND_ROBIN
         parts = [(cell,) for cell in range(config.K)] if in_rounds else runs_of(self.placement)
@@ -74,7 +74,7 @@ class Cutter:
         """Returns the number of layers in each cell of the cut with the shortest step.
 
         Args:
-            memory: if given, the shortest of the cuts that fit it is taken, if any does; None: every cut fits.
+            memory: bytes that workers need and have, of which cuts must fit if any does; None: every cut fits.
         """
         found = self._shortest()
         assert found is not None  # without memory each cell has a place
@@ -249,14 +249,19 @@ def durations(times: Sequence[LayerTimes], lists: InstructionLists) -> Callable[
     return seconds
 
 
-def worker_totals(times: Sequence[LayerTimes], config: PipelineConfig, placement: Sequence[int]) -> list[Floats]:
-    """Returns for each worker the running total over the layers of the seconds that each takes there in a step."""
-    running, totals = _running(times), []
-    for worker, instructions in enumerate(instruction_lists(config, placement)):
-        slower = placement.count(worker) * (config.speeds[worker] if config.speeds else 1.0)
-        computed = map(phases([instructions]), (i for i in instructions if i.op in COMPUTE))
-        counts = Counter(name for name in computed if name is not None)
-        totals.append(np.sum([number / slower * running[name] for name, number in counts.items()], axis=0))
+def worker_totals(times: Sequence[LayerTimes], lists: InstructionLists, speeds: Sequence[float] | None) -> list[Floats]:
+    """Returns for each worker the running total over the layers of the seconds that each takes there in a step.
+
+    Args:
+        times: times of each layer.
+        lists: each worker's instructions.
+        speeds: the workers' speeds; None or empty: all alike.
+    """
+    running, phase, totals = _running(times), phases(lists), []
+    for worker, instructions in enumerate(lists):
+        counts = Counter(phase(i) for i in instructions)
+        slower = len({i.cell for i in instructions}) * (speeds[worker] if speeds else 1.0)  # a layer is in one cell
+        totals.append(np.sum([counts[name] / slower * seconds for name, seconds in running.items()], axis=0))
     return totals
 
 

@@ -91,7 +91,7 @@ def divide(
         least: fewest elements of each part.
         last: one array for each part; its [i] is where the part ends at the latest if it begins with element i. None:
             anywhere.
-        objective: as in `partition`.
+        objective: ``min_max`` or ``min_variance``, described by `partition`.
 
     Returns:
         0 and the end of each part; None if there is no such division.
@@ -120,7 +120,7 @@ def _least(
     A dynamic programme: it finds for each part, and each place where the part can end, the best place to begin.
 
     Args:
-        totals, least, last: as in `divide`.
+        totals, least, last: costs, fewest elements and latest ends of the parts, described by `divide`.
         limit: most that a part may cost.
         power: 2 to add up the squares of the parts' costs; 0 to count only the dearest part.
     """

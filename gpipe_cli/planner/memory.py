@@ -27,7 +27,7 @@ class CellSizes:
         sent: the message to the cell behind; 0 for the last.
         targets: targets of the micro-batch.
         inputs: the tensors in front of the cell.
-        graph: what forward keeps for backward, without inputs and outputs.
+        graph: tensors that forward keeps for backward, without inputs and outputs.
         outputs: the cell's outputs, as far as they are memory of its own; 0 for the last, whose only the loss reads.
         input_gradients: gradients that it sends back to the cell before.
         output_gradients: gradients that it gets from the cell behind.

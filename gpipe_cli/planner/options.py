@@ -55,17 +55,13 @@ def describe(device: Any) -> Device:
     Raises:
         ConfigurationError: no such preset, or a key or value that a device does not have.
     """
-    if isinstance(device, str):
-        if device not in PRESETS:
-            near = nearest(device, PRESETS)
-            guess = f"did you mean {' or '.join(near)}? " if near else ""
-            raise ConfigurationError(
-                f"plan.device={device}: {guess}use one of {', '.join(PRESETS)}, this, or "
-                "{flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10}"
-            )
+    if isinstance(device, str) and device in PRESETS:
         device = {"name": device, **PRESETS[device]}
     if not isinstance(device, Mapping):
-        raise ConfigurationError(f"plan.device={device}: use a name such as h100, this, or figures in braces")
+        near = nearest(str(device), PRESETS)
+        guess = f"did you mean {' or '.join(near)}? " if near else ""
+        figures = "{flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10}"
+        raise ConfigurationError(f"plan.device={device}: {guess}use one of {', '.join(PRESETS)}, this, or {figures}")
     defaults = {field.name: field.default for field in fields(Device) if field.default is not MISSING}
     values = {"name": "described", "half_flops": device.get("flops", 1.0), **device}
     return read_section(Device, {**defaults, **values}, "plan.device")

@@ -41,11 +41,11 @@ class Plan:
 
     Attributes:
         workers: number of workers of one replica.
-        device: what each worker computes on.
+        device: device of each worker.
         examples: number of examples in a mini-batch.
         micro_batch: shapes of the inputs of a micro-batch.
         parameters: number of parameters of the whole model.
-        busiest_over_mean: how much longer the busiest worker computes than the mean, as a share.
+        busiest_over_mean: share by which the busiest worker computes longer than the mean.
         sent_bytes: bytes between workers in one step of one replica.
         bubble: bubble of the simulated schedule, waits for messages included.
         step_seconds: seconds of a step, the optimizer's update included.

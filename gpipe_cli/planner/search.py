@@ -94,23 +94,21 @@ def micro_batch_counts(planner: Planner) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
 
 
-def candidates(
-    pipeline: PipelineConfig, free: Collection[str], devices: int, layers: int, counts: Sequence[int]
-) -> Iterator[PipelineConfig]:
+def candidates(planner: Planner, free: Collection[str], devices: int) -> Iterator[PipelineConfig]:
     """Yields sections `pipeline` with other values of the keys in ``free``, those that recompute nothing.
 
     Args:
         devices: number of devices of all replicas together.
-        layers: number of the model's layers.
-        counts: micro-batches of all replicas together that a search may try.
     """
+    pipeline, layers = planner.settings.pipeline, len(planner.builders)
+    counts = micro_batch_counts(planner) if "M" in free else []
     replicas = [n for n in range(1, devices + 1) if devices % n == 0] if "replicas" in free else [pipeline.replicas]
     kinds = list(KINDS) if "schedule" in free else [pipeline.schedule]
     for copies, kind in product(replicas, kinds):
         workers = min(devices // copies, layers) if "workers" in free else pipeline.planned_workers
         if workers * copies != devices and "replicas" in free:
             continue  # devices without work
-        for K in _cells(pipeline, kind, workers, layers) if "K" in free else [pipeline.K]:
+        for K in _cells(kind, workers, layers) if "K" in free else [pipeline.K]:
             for M in [n // copies for n in counts if n % copies == 0] if "M" in free else [pipeline.M]:
                 values: dict[str, Any] = {"K": K, "M": M, "schedule": kind, "workers": workers, "replicas": copies}
                 if "partition" in free or "K" in free:
@@ -120,7 +118,7 @@ def candidates(
                 yield replace(pipeline, **values)
 
 
-def _cells(pipeline: PipelineConfig, kind: str, workers: int, layers: int) -> list[int]:
+def _cells(kind: str, workers: int, layers: int) -> list[int]:
     """Returns the numbers of cells that are tried for a kind on so many workers."""
     if workers == 1:
         each: Sequence[int] = ALONE if kind == "1f1b" else ()  # every kind is the same there
@@ -158,7 +156,7 @@ class Search:
             ConfigurationError: nothing fits; the message describes the nearest plan.
             KeyboardInterrupt: it was stopped before anything was found.
         """
-        sections = self._candidates(devices)
+        sections = list(candidates(self.planner, self.free, devices))
         waiting: list[tuple[float, int, Plan | None]]
         waiting = [(self._least_seconds(section), number, None) for number, section in enumerate(sections)]
         heapify(waiting)
@@ -193,17 +191,11 @@ class Search:
         notes = [*best.notes, *(["stopped: the best of the plans so far"] if self._listener.stopped() else [])]
         return replace(best, found=self._words(best), tried=self._tried, rivals=rivals, notes=notes)
 
-    def _candidates(self, devices: int) -> list[PipelineConfig]:
-        """Returns all sections `pipeline` that are tried on so many devices."""
-        counts = micro_batch_counts(self.planner) if "M" in self.free else []
-        layers = len(self.planner.builders)
-        return list(candidates(self.planner.settings.pipeline, self.free, devices, layers, counts))
-
     def _tell(self, began: float, left: int, found: Sequence[Plan]) -> None:
         """Reports how far the search is, and the most seconds that it will still take at the pace so far.
 
         Args:
-            began: when the search began, by `time.monotonic`.
+            began: moment at which the search began, by `time.monotonic`.
             left: number of candidates that are left.
             found: plans that fit.
         """
@@ -221,7 +213,7 @@ class Search:
 
     def least(self, devices: int) -> Plan | None:
         """Returns a plan that fits so many devices, with the smallest micro-batches; None if none fits."""
-        sections = self._candidates(devices)
+        sections = list(candidates(self.planner, self.free, devices))
         most = max((section.M * section.replicas for section in sections), default=0)
         lean = [each for each in sections if each.schedule == "1f1b" and each.M * each.replicas == most]
         possible = [each for each in lean if self._least_seconds(each) < inf]
