@@ -3,14 +3,14 @@
 Imports no torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gpipe_cli.partition.partition import cell_layers, partition
 from gpipe_cli.schedule.instruction import Instruction, Op
 from gpipe_cli.schedule.schedule import kept_graphs, schedule
-from gpipe_cli.schedule.simulate import cost_durations, simulate
+from gpipe_cli.schedule.simulate import simulate
 
 from .options import BenchOptions
 from .paper import TABLE_2, TABLE_3, Throughputs
@@ -136,7 +136,7 @@ class Setting:
             return link["carry"][front] + link["latency"] if link else 0.0
 
         lists = schedule(kind, placement, self.M, kept_graphs(self.options.remat, cells, self.M))
-        return simulate(lists, placement, cost_durations(costs, BACKWARD), on_the_way).span
+        return simulate(lists, placement, cost_durations(costs), on_the_way).span
 
     def config(self) -> dict[str, Any]:
         """Returns the setting as worker processes receive it."""
@@ -153,3 +153,17 @@ def measure(configs: Sequence[Mapping[str, Any]], K: int, repetitions: int, real
     config = {"settings": configs, "repetitions": repetitions, "realtime": realtime}
     found: list[Seconds] = run_workers("gpipe_cli.benchmarks.tables.contenders:worker", K, config)
     return found
+
+
+def cost_durations(cell_costs: Sequence[float], backward: float = BACKWARD) -> Callable[[Instruction], float]:
+    """Returns durations in the unit of the costs: C_k for forward and recompute, ``backward`` times C_k for backward.
+
+    A backward computes the gradients of the input and of the weights, each about as expensive as the forward; of a
+    backward in two halves, each takes half the time.
+    """
+    factors = {Op.BACKWARD: backward, Op.INPUT_GRADIENT: backward / 2, Op.WEIGHT_GRADIENT: backward / 2}
+
+    def duration(instruction: Instruction) -> float:
+        return cell_costs[instruction.cell] * factors.get(instruction.op, 1.0)
+
+    return duration

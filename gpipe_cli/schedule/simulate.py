@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .instruction import COMPUTE, Instruction, InstructionLists, Message, Op, execution_order
+from .instruction import COMPUTE, Instruction, InstructionLists, Message, execution_order
 from .posting import Posts
 
 Seconds = float  # or any other unit, the same for durations and latency
@@ -67,10 +67,11 @@ def simulate(
         lists: one list per worker.
         placement: ``placement[cell]`` is the cell's worker.
         duration: returns the time of an instruction; called only for kinds in ``COMPUTE``.
-        latency: from a send to the moment the other worker can go on: one number, or a function of the send. Messages
-            travel while workers compute and while other messages travel.
+        latency: time from a send to the moment the other worker can go on: one number, or a function of the send.
+            Messages travel while workers compute and while other messages travel.
         host: time that each send and each receive takes from its own worker; a receive takes it while it waits.
-        posts: when each worker posts its receives, if a message travels only from then on (NCCL).
+        posts: receives of each worker by the position before which it posts them, if a message travels only from
+            then on (NCCL).
 
     Raises:
         ScheduleError: the workers wait for each other in a circle.
@@ -100,17 +101,3 @@ def simulate(
 def unit_durations(instruction: Instruction) -> Seconds:
     """Returns 1 for every instruction, as in the paper's figure 2c."""
     return 1.0
-
-
-def cost_durations(cell_costs: Sequence[float], backward: float = 2.0) -> Callable[[Instruction], Seconds]:
-    """Returns durations in the unit of the costs: C_k for forward and recompute, ``backward`` times C_k for backward.
-
-    A backward computes the gradients of the input and of the weights, each about as expensive as the forward; of a
-    backward in two halves, each takes half the time.
-    """
-    factors = {Op.BACKWARD: backward, Op.INPUT_GRADIENT: backward / 2, Op.WEIGHT_GRADIENT: backward / 2}
-
-    def duration(instruction: Instruction) -> Seconds:
-        return cell_costs[instruction.cell] * factors.get(instruction.op, 1.0)
-
-    return duration

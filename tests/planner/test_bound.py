@@ -11,12 +11,13 @@ import pytest
 from own_plan import OWN, planned
 from shortest_step import CellLoad, ShortestStep
 
+from gpipe_cli.benchmarks.tables.throughput import cost_durations
 from gpipe_cli.commands.plan import make_request, report
 from gpipe_cli.planner.bound import bound_of_any_cut, step_bound
 from gpipe_cli.planner.planner import Planner
 from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.schedule import REMAT, most_kept, schedule
-from gpipe_cli.schedule.simulate import cost_durations, simulate
+from gpipe_cli.schedule.simulate import simulate
 
 SLACK = 1e-9  # of rounding
 PLACEMENTS = [(0,), (0, 0), (0, 1), (1, 0), (0, 0, 1), (0, 1, 0), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)]

@@ -9,6 +9,7 @@ import pytest
 from processes import run, succeeded
 from schedule_rules import Policy, check_rules, scheduled
 
+from gpipe_cli.benchmarks.tables.throughput import cost_durations
 from gpipe_cli.config import ROUND_ROBIN
 from gpipe_cli.schedule.early import post_early
 from gpipe_cli.schedule.instruction import Instruction
@@ -16,7 +17,7 @@ from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.picture import draw_panels, draw_text
 from gpipe_cli.schedule.posting import post_when_sent
 from gpipe_cli.schedule.schedule import REMAT, forward_only, most_kept
-from gpipe_cli.schedule.simulate import Timeline, cost_durations, simulate, unit_durations
+from gpipe_cli.schedule.simulate import Timeline, simulate, unit_durations
 
 PLACEMENTS = [(0,), (0, 0, 0), (0, 1), (0, 1, 2, 3), (0, 0, 1), (0, 1, 1, 1, 2), (0, 0, 1, 1, 2, 2)]
 ROUND = [(0,), (0, 0, 0), (0, 1), (0, 1, 0, 1), (0, 1, 2) * 3, (0, 1, 2, 3, 4) * 2]
