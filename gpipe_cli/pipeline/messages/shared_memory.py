@@ -2,7 +2,7 @@
 
 gloo sends over TCP even there: a message is copied four times and wakes two threads beside the two workers, and where
 cores are the devices this is computing time. Here the sender copies a message into a slot of shared memory and
-announces it by 8 bytes on a socket; the receiver copies it out and returns the slot by one byte.
+announces it by 4 bytes on a socket; the receiver copies it out and returns the slot by one byte.
 
 Neither memory (memfd) nor sockets have a name: the memory travels as a descriptor over a socket that the process group
 of one machine hands from worker to worker. So nobody else gets in, and nothing is left behind however the processes
@@ -26,7 +26,7 @@ from ...schedule.instruction import Message, send_window
 from .boundary import BoundarySpec, unpack
 from .transport import DIRECTIONS, Transport, Wait, routes
 
-_TOKEN = struct.Struct("<ii")  # slot, whether the slot's memory comes behind it
+_NUMBER = struct.Struct("=i")  # of a slot; also the form of a descriptor
 _BYTE = b"\0"
 _PATIENCE = 1800.0  # seconds, as a process group's: the end of a peer is seen at once, this is for one that hangs
 
@@ -117,9 +117,10 @@ class Outgoing:
         for place, tensor in zip(slot.tensors(spec), tensors, strict=True):
             place.copy_(tensor.detach() if tensor.requires_grad else tensor)
         try:
-            self._peer.sendall(_TOKEN.pack(slot.number, new_memory is not None))
-            if new_memory is not None:
-                socket.send_fds(self._peer, [_BYTE], [new_memory])
+            if new_memory is None:
+                self._peer.sendall(_NUMBER.pack(slot.number))
+            else:
+                socket.send_fds(self._peer, [_NUMBER.pack(slot.number)], [new_memory])
         except OSError as error:
             raise _lost(self._receiver, error) from None
         finally:
@@ -167,7 +168,7 @@ class Incoming:
     Args:
         peer: connected socket.
         sender: rank, for error messages.
-        device: where the tensors are used.
+        device: device on which the tensors are used.
     """
 
     def __init__(self, peer: socket.socket, sender: int, device: torch.device) -> None:
@@ -180,41 +181,33 @@ class Incoming:
         Raises:
             RuntimeError: the sender has ended, or sends nothing for too long.
         """
-        number, is_new = self._next_token()
-        if is_new:
-            self._slots[number] = self._new_slot(number)
+        sent = self._next_slot().tensors(spec)
         tensors = tuple(
             tensor.to("cpu" if described.on_host else self._device, copy=True)
-            for tensor, described in zip(self._slots[number].tensors(spec), spec.tensors, strict=True)
+            for tensor, described in zip(sent, spec.tensors, strict=True)
         )
         with suppress(ConnectionError):  # the message is complete; the next receive reports the end of the sender
             self._peer.send(_BYTE)
         return tensors
 
-    def _next_token(self) -> tuple[int, bool]:
-        """Waits for the next announcement; returns (number of the slot, whether its memory is new)."""
+    def _next_slot(self) -> _Slot:
+        """Waits for the next announcement and returns its slot; a new slot's memory comes with it."""
         try:
-            token = self._peer.recv(_TOKEN.size, socket.MSG_WAITALL)
+            announced, memory, flags, _ = self._peer.recvmsg(
+                _NUMBER.size, socket.CMSG_SPACE(_NUMBER.size), socket.MSG_WAITALL
+            )
         except OSError as error:
             raise _lost(self._sender, error) from None
-        if len(token) < _TOKEN.size:
+        if len(announced) < _NUMBER.size:
             raise _lost(self._sender)
-        number, is_new = _TOKEN.unpack(token)
-        return number, bool(is_new)
-
-    def _new_slot(self, number: int) -> _Slot:
-        """Returns a slot of the memory whose descriptor follows the token."""
-        try:
-            byte, descriptors, _, _ = socket.recv_fds(self._peer, len(_BYTE), 1)
-        except OSError as error:
-            raise _lost(self._sender, error) from None
-        if not byte:
-            raise _lost(self._sender)
-        if not descriptors:  # the kernel has dropped the descriptor
+        if flags & socket.MSG_CTRUNC:  # the kernel has dropped the descriptor
             raise OSError(f"no memory can be shared with rank {self._sender}: too many open files (ulimit -n)")
-        slot = _Slot(number, descriptors[0])
-        os.close(descriptors[0])
-        return slot
+        (number,) = _NUMBER.unpack(announced)
+        for _, _, content in memory:
+            (descriptor,) = _NUMBER.unpack(content)
+            self._slots[number] = _Slot(number, descriptor)
+            os.close(descriptor)
+        return self._slots[number]
 
 
 def _lost(peer: int, error: OSError | None = None) -> RuntimeError:
