@@ -28,8 +28,8 @@ class StepPlan:
         total_micro_batches: number of micro-batches of all replicas; 0: the data of all has ended.
         examples: number of examples of the whole mini-batch.
         empty: numbers of this replica's micro-batches of weight 0, whose loss does not count, whatever it is.
-        stop: why training ends before this mini-batch; "" if it goes on. It ends when the data of any replica has
-            ended, because a mini-batch needs all replicas.
+        stop: reason for which training ends before this mini-batch; "" if it goes on. It ends when the data of any
+            replica has ended, because a mini-batch needs all replicas.
         step: number of the training step, from 0, which seeds the noise.
         steps: number of all steps of the run; 0: not known.
         loss_scale: factor by which the loss, and so all gradients, are multiplied.
@@ -167,7 +167,7 @@ class Meter:
         self._marks: list[tuple[Instruction, Mark, Mark]] = []
         self._phase_marks: list[tuple[str, Mark, Mark]] = []
         self._phases_before = self._phase_marks  # those between the step before and this one
-        self.began, self._started, self._host_began = 0.0, 0.0, 0.0
+        self.began, self._started = 0.0, 0.0
         self.spans: list[Span] = []
 
     def begin_step(self, number: int | None = None) -> None:
@@ -178,13 +178,8 @@ class Meter:
         """
         self._where.step = number
         self._phases_before, self._phase_marks, self._marks = self._phase_marks, [], []
-        self.began = self._host_began = time.perf_counter()
+        self.began = time.perf_counter()
         self._started = self.mark()
-
-    @property
-    def elapsed(self) -> float:
-        """Returns the seconds since `begin_step` by the host's clock."""
-        return time.perf_counter() - self._host_began
 
     def mark(self) -> Mark:
         """Returns the present moment."""

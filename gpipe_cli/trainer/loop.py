@@ -4,6 +4,8 @@ Every worker runs the same loop and takes the same branches, because everything 
 step message: the result of the step that ends together with the plan of the step that begins.
 """
 
+import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -81,10 +83,17 @@ class Trainer:
         self._offer()
         self.message.run()
         plan = self._read_plan(self.progress.step)
-        while plan is not None:
-            plan = self._step(plan)
-            if plan is not None:
-                yield
+        gc.freeze()  # what has been made so far stays: it need not be looked at again and again
+        try:
+            while plan is not None:
+                gc.disable()  # others would wait for a worker that collects garbage in a step; between steps all do
+                plan = self._step(plan)
+                gc.enable()
+                if plan is not None:
+                    yield
+        finally:
+            gc.enable()
+            gc.unfreeze()
 
     def _step(self, plan: StepPlan) -> StepPlan | None:
         """Trains on one mini-batch; returns the plan of the next, or None when this was the last.
@@ -92,6 +101,7 @@ class Trainer:
         What belongs to a phase is timed by the meter, which also names it in error reports.
         """
         meter, message, unused = self.pipeline.engine.meter, self.message, self.pipeline.unused
+        began = time.perf_counter()
         meter.begin_step(self.progress.step + 1)  # as the console counts
 
         # 1. Take the mini-batch, which was read during the step before.
@@ -119,7 +129,7 @@ class Trainer:
             self._update(result)
 
         # 5. Write down what the step was.
-        result.seconds = meter.elapsed
+        result.seconds = time.perf_counter() - began
         self._write_down(result)
         return next_plan
 
@@ -189,7 +199,7 @@ class Trainer:
         """Warns of a skipped update, or ends the run after too many in a row.
 
         Args:
-            why: where the first value that is not finite was found.
+            why: place of the first value that is not finite, in words.
 
         Raises:
             NonFinite: so many updates in a row were skipped.
@@ -199,8 +209,9 @@ class Trainer:
         if progress.skipped_in_a_row >= limit:
             raise NonFinite(
                 f"step {progress.step}: {why}; {progress.skipped_in_a_row} updates in a row had to be skipped "
-                f"(trainer.nonfinite_limit={limit}). The last good weights are those of {self.saver.last_saved}. "
-                "Try a lower optimizer.lr, a longer warm-up or trainer.gradient_clip"
+                f"(trainer.nonfinite_limit={limit}). The last good weights are the newest in "
+                f"{self.saver.run_dir / 'checkpoints'}. Try a lower optimizer.lr, a longer warm-up or "
+                "trainer.gradient_clip"
             )
 
     # -- around the steps --------------------------------------------------------------------------------------

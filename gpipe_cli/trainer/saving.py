@@ -21,7 +21,7 @@ class Saver:
         message: the numbers that all workers exchange once per step.
         writer: this worker's writer; None on replicas other than 0, which hold the same weights.
         updater: gives the state of layers.
-        state: what every checkpoint says of the run: configuration, fingerprint of the data, vocabularies.
+        state: facts that every checkpoint holds of the run: configuration, fingerprint of the data, vocabularies.
         saved_step: the step whose layers are on disk or being written; -1: none.
         pending: step and state of the checkpoint that is being written.
     """
@@ -33,12 +33,6 @@ class Saver:
     state: RunState
     saved_step: int = -1
     pending: tuple[int, RunState] | None = None
-    _saved: Path | None = None
-
-    @property
-    def last_saved(self) -> str:
-        """Returns the last complete checkpoint of this run, for messages."""
-        return str(self._saved) if self._saved is not None else f"the newest in {self.run_dir / 'checkpoints'}, if any"
 
     def begin(self, progress: Mapping[str, Any], data_position: Any) -> None:
         """Copies the worker's layers and writes them in the background, after the previous save has ended.
@@ -78,7 +72,7 @@ class Saver:
         (step, state), world = self.pending, self.message.world
         self.pending = None
         if world.rank == 0 and self.writer is not None:
-            self._saved = self.writer.commit(step, state, world.workers).path
+            self.writer.commit(step, state, world.workers)
 
     def finish(self) -> None:
         """Waits until the checkpoint that was begun is complete; every worker calls it at the same place."""
