@@ -105,7 +105,7 @@ class BeamSearch:
         """Ends hypotheses whose end of sentence is among the best `beam` continuations; keeps each sentence's best.
 
         Args:
-            totals, places, tokens: as `_candidates` returns them.
+            totals, places, tokens: the best continuations, as `_candidates` returns them.
             length: tokens of a hypothesis that ends now, with its end token.
         """
         first = slice(0, self._beam)

@@ -36,29 +36,22 @@ class SpecialTokens:
     pad_id: int
 
 
-@dataclass(frozen=True)
 class TranslationForm:
     """Decodes sources, token ids with their end-of-sentence token, by beam search; a `Form`.
 
-    Attributes:
+    Args:
         task: computes the log-probabilities of the next token from the last cell's outputs.
-    """
 
-    task: Task
-    settings: GenerationSettings
-    tokens: SpecialTokens
+    Attributes:
+        group: number of sentences that are decoded together.
+        width: the most rows that a sentence has, the larger of the two beams.
+    """
 
     uses_caches = True
 
-    @property
-    def group(self) -> int:
-        """Returns the number of sentences that are decoded together."""
-        return self.settings.group
-
-    @property
-    def width(self) -> int:
-        """Returns the most rows that a sentence has, the larger of the two beams."""
-        return max(self.settings.beam, self.settings.beam_during_run)
+    def __init__(self, task: Task, settings: GenerationSettings, tokens: SpecialTokens) -> None:
+        self.task, self.settings, self.tokens = task, settings, tokens
+        self.group, self.width = settings.group, max(settings.beam, settings.beam_during_run)
 
     def first(self, sources: Sequence[Sequence[int]]) -> MicroBatch:
         """Returns a group's first micro-batch: padded sources and first tokens as inputs.
@@ -258,19 +251,15 @@ def reorder_caches(caches: Caches, chosen: Sequence[tuple[int, Tensor]], device:
     alike and stays.
 
     Args:
-        chosen: for each micro-batch of the next round its number in this round, and which of its rows go on, [rows].
+        chosen: number in this round of each micro-batch of the next round, and which of its rows go on, [rows].
     """
-    unchanged = [bool((rows == torch.arange(len(rows))).all()) for _, rows in chosen]
-    moved = [rows.to(device) for _, rows in chosen]
     reordered: Caches = {}
-    for (cell, micro_batch), layers in caches.items():
-        for number, (before, _) in enumerate(chosen):
-            if before != micro_batch:
-                continue
-            rows = moved[number]
+    for number, (before, rows) in enumerate(chosen):
+        are_first, there = torch.equal(rows, torch.arange(len(rows))), rows.to(device)
+        for cell in {cell for cell, _ in caches}:
+            layers = reordered[cell, number] = caches[cell, before]
             for cache in layers:
                 for name, value in cache.items():
-                    if isinstance(value, Tensor) and not (unchanged[number] and len(value) == len(rows)):
-                        cache[name] = value.index_select(0, rows)
-            reordered[cell, number] = layers
+                    if isinstance(value, Tensor) and not (are_first and len(value) == len(rows)):
+                        cache[name] = value.index_select(0, there)
     return reordered

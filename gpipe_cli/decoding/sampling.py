@@ -39,32 +39,21 @@ class Prompt:
         return len(self.ids)
 
 
-@dataclass(frozen=True)
 class ContinuationForm:
     """Decodes prompts; a `Form`. A group holds the samples of one prompt.
 
     The targets of a row, int64 [3], are the numbers of its prompt and sample, and `LAST`.
 
-    Attributes:
+    Args:
         eos_id: id of the token that ends a document.
         window: tokens of every input where the layers keep no caches; the last ones count. None: caches are used.
     """
 
-    settings: SamplingSettings
-    eos_id: int
-    window: int | None
-
     width = 1
 
-    @property
-    def group(self) -> int:
-        """Returns the number of samples of a prompt."""
-        return self.settings.samples
-
-    @property
-    def uses_caches(self) -> bool:
-        """Returns whether the layers keep caches, so that a later call needs the new tokens alone."""
-        return self.window is None
+    def __init__(self, settings: SamplingSettings, eos_id: int, window: int | None) -> None:
+        self.settings, self.eos_id, self.window = settings, eos_id, window
+        self.group, self.uses_caches = settings.samples, window is None
 
     def first(self, sources: Sequence[Prompt]) -> MicroBatch:
         """Returns a group's first micro-batch.
@@ -154,7 +143,7 @@ class Sampling:
         """Returns the next token of a row: the most probable at temperature 0, else one drawn by its probability.
 
         Args:
-            log_probabilities: of all tokens, [V].
+            log_probabilities: log-probabilities of all tokens, [V].
         """
         settings = self._settings
         if settings.temperature == 0:
