@@ -39,7 +39,7 @@ class NoiseSource:
     Args:
         seed: the run's seed.
         replica: 0 … D−1.
-        device: where the layers run. They use its default generator, or the CPU's, as a layer does that calls
+        device: device on which the layers run. They use its default generator, or the CPU's, as a layer does that calls
             ``torch.rand(())``.
     """
 
@@ -93,15 +93,8 @@ class NoiseSource:
                 self.seed(left.pop())
 
         for tensor in outputs:
-            node = None if tensor is None or any(tensor is one for one in given) else tensor.grad_fn
-            if tensor is None or node is None:
-                continue
-            node.register_prehook(begin)
-            if hooks := tensor._backward_hooks:  # the layer's own, which run before those of the node
-                own = dict(hooks)
-                hooks.clear()
-                tensor.register_hook(begin)  # type: ignore[no-untyped-call]  # torch's own; now the first of all
-                hooks.update(own)
+            if tensor is not None and tensor.grad_fn is not None and not any(tensor is one for one in given):
+                tensor.grad_fn.register_prehook(begin)
 
     def states(self) -> list[Tensor]:
         """Returns the states of the generators."""

@@ -28,7 +28,7 @@ class WeightCasts:
     resumed run has not seen, unless all layers use their weights alike in every micro-batch.
 
     Args:
-        layers: of the cell.
+        layers: the cell's layers; their weights are never replaced by others.
         alike: True if all micro-batches use weights alike; casts found once are then reused.
     """
 
@@ -51,7 +51,7 @@ class WeightCasts:
 
     def used(self) -> AbstractContextManager[None]:
         """Returns the context in which layers run under autocast; the first time in a step it notes their casts."""
-        if self._casts is None and self._alike and self._seen is not None and self._are_in_place():
+        if self._casts is None and self._alike and self._seen is not None:
             self._make_casts()
         return self._noting() if self._casts is None else self.in_place()
 
@@ -64,10 +64,6 @@ class WeightCasts:
             self._seen = seen
             self._choose(seen)
         self._make_casts()
-
-    def _are_in_place(self) -> bool:
-        """Returns whether the modules still hold the weights that `_choose` found in them."""
-        return all(parameters.get(name) is weight for parameters, name, weight, _ in self._places)
 
     def _make_casts(self) -> None:
         """Casts each chosen weight, with a graph, so that gradients flow back to the weight."""

@@ -43,8 +43,8 @@ class Layer(nn.Module):
             return nn.functional.linear(x, Noise.apply(self.fc.weight), Noise.apply(self.fc.bias))
         x = self.fc(x)
         y = torch.tanh(Noise.apply(x) if self.where == "input" else x)
-        if self.where in ("output", "returned") and x.requires_grad:
-            (x if self.where == "output" else y).register_hook(noisy)
+        if self.where == "output" and x.requires_grad:
+            x.register_hook(noisy)
         return y
 
     def auxiliary_loss(self, outputs: Tensor, targets: tuple[Tensor, ...]) -> Tensor:

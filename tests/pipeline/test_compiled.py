@@ -127,19 +127,6 @@ def test_a_weight_is_cast_once_in_a_step_of_many_micro_batches(alike: bool) -> N
     assert not changed(found, trained(build_all(small_model()), [7], "gpipe", steps=3, autocast=half))
 
 
-def test_a_weight_that_is_replaced_between_two_steps_stays_so() -> None:
-    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
-    casts = WeightCasts([layer], alike=True)
-    for weight in (layer.weight, nn.Parameter(torch.zeros(4, 4))):
-        layer.weight = weight
-        casts.forget()
-        for _ in range(2):
-            with half(), casts.used():
-                output = layer(x)
-    assert layer.weight is weight
-    assert torch.equal(output, layer.bias.bfloat16().expand(2, 4))
-
-
 class Odd(nn.Module):
     """Uses one weight twice, one in float32, one in a matrix product and as it is, and one for its type."""
 
