@@ -69,7 +69,11 @@ class TFRMSprop(SteppedByGroup):
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Updates all parameters of a group at once: a few GPU kernels, however many parameters there are."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        squares, momenta = self._state_of(parameters)
+        for parameter in parameters:
+            if not (state := self.state[parameter]):
+                state["mean_square"], state["momentum_buffer"] = torch.ones_like(parameter), torch.zeros_like(parameter)
+        squares = [self.state[parameter]["mean_square"] for parameter in parameters]
+        momenta = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         if group["weight_decay"]:
             gradients = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
         torch._foreach_mul_(squares, group["decay"])
@@ -79,13 +83,3 @@ class TFRMSprop(SteppedByGroup):
         torch._foreach_mul_(momenta, group["momentum"])
         torch._foreach_addcdiv_(momenta, gradients, roots, value=group["lr"])
         torch._foreach_sub_(parameters, momenta)
-
-    def _state_of(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the mean squares and the momenta of the parameters, made at the first call."""
-        for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state["mean_square"] = torch.ones_like(parameter)
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-        states = [self.state[parameter] for parameter in parameters]
-        return [state["mean_square"] for state in states], [state["momentum_buffer"] for state in states]

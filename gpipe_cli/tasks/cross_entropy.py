@@ -78,15 +78,11 @@ def widened(logits: Tensor) -> Tensor:
 
 def _clip(scores: Tensor, clip: float | None) -> tuple[Tensor, Tensor | None]:
     """Returns (clipped scores, mask of the clipped ones or None if there are none)."""
-    if clip is None or (scores.device.type == "cpu" and _all_within(scores, clip)):
+    if clip is None:
         return scores, None
+    if scores.is_cpu and scores.numel():  # a GPU would be waited for
+        low, high = scores.aminmax()
+        if -clip <= float(low) and float(high) <= clip:
+            return scores, None
     clipped = scores.clamp(-clip, clip)
     return clipped, clipped != scores
-
-
-def _all_within(scores: Tensor, clip: float) -> bool:
-    """Returns whether clipping would change nothing. For the CPU only: on a GPU this would wait for the device."""
-    if not scores.numel():
-        return True
-    low, high = scores.aminmax()
-    return -clip <= float(low) and float(high) <= clip
