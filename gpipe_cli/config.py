@@ -260,12 +260,14 @@ class LaunchConfig:
         grace_seconds: time from the request to stop until workers are killed. Not under torchrun and srun.
         restarts: most starts again after a worker's death, each from the newest checkpoint. Under torchrun its
             `--max-restarts` does this.
+        hang_minutes: time without any progress after which rank 0 prints once where every worker is; null: never.
         inline: runs everything inside the command's own process, for a debugger.
     """
 
     grace_seconds: Seconds
     restarts: CountOrZero
     inline: bool
+    hang_minutes: Positive | None = 10.0
 
 
 @dataclass(frozen=True)

@@ -134,9 +134,9 @@ class Exchange:
         group: all workers, for CPU tensors; None when there is only one worker.
 
     Attributes:
-        own: by field, the slots that this worker writes before `run`.
-        total: by field, the sums of the last `run`.
-        ended_at: when `run` last ended, in seconds of `time.perf_counter`; about the same moment on all workers.
+        own: slots that this worker writes before `run`, by field.
+        total: sums of the last `run`, by field.
+        ended_at: moment at which `run` last ended, in seconds of `time.perf_counter`; about the same on all workers.
     """
 
     def __init__(self, fields: Mapping[str, int], group: dist.ProcessGroup | None) -> None:
@@ -162,25 +162,13 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Returns every worker's ``value`` on all workers, in the group's order, as JSON keeps it: tuples become lists.
 
     Args:
-        group: for CPU tensors; None when there is only one worker.
+        group: all workers, for CPU tensors; None when there is only one.
 
     Raises:
         ValueError: what arrives is no JSON.
     """
     tree = Tree(group, VALUES)
     return list(json.loads(b"[%b]" % tree.spread(tree.gather(json.dumps(value).encode()))))
-
-
-def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Returns every rank's value on rank 0, as `all_gather_json` does on all; an empty list elsewhere."""
-    tree = Tree(group, VALUES)
-    everyone = tree.gather(json.dumps(value).encode())
-    return json.loads(b"[%b]" % everyone) if tree.parent is None else []
-
-
-def broadcast_json(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Returns rank 0's ``value`` on all workers; arguments and errors as in `all_gather_json`."""
-    return json.loads(Tree(group, VALUES).spread(json.dumps(value).encode()))
 
 
 # -- this process among all --------------------------------------------------------------------------------------------
@@ -199,7 +187,7 @@ class World:
         all_ranks: group of all ranks for CPU tensors; None when there is only one rank.
         message_groups: groups for activations and for gradients; with NCCL two of each, see `Transport`.
         replica_group: the ranks that hold the same layers, one of each replica; None without replicas.
-        members: for each rank of this world its rank in torch's default group; empty: the ranks are the same.
+        members: rank in torch's default group of each rank of this world; empty: the ranks are the same.
     """
 
     rank: int
@@ -245,7 +233,8 @@ class World:
 
     def broadcast(self, make: Callable[[], Any]) -> Any:
         """Calls ``make`` on rank 0 and returns its result on every rank, as JSON keeps it."""
-        return broadcast_json(make() if self.rank == 0 else None, self.all_ranks)
+        made = json.dumps(make()).encode() if self.rank == 0 else b""
+        return json.loads(Tree(self.all_ranks, VALUES).spread(made))
 
     def all_gather(self, value: Any) -> list[Any]:
         """Returns every rank's ``value``, in rank order, on every rank, as JSON keeps it."""
@@ -253,7 +242,8 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """Returns every rank's ``value``, in rank order, on rank 0, and an empty list elsewhere, as JSON keeps it."""
-        return gather_json(value, self.all_ranks)
+        everyone = Tree(self.all_ranks, VALUES).gather(json.dumps(value).encode())
+        return json.loads(b"[%b]" % everyone) if self.rank == 0 else []
 
     def gather_from_workers(self, values: Iterable[Any]) -> list[Any]:
         """Returns on every rank the values of all workers of replica 0 in one list, in the workers' order.

@@ -36,6 +36,7 @@ from ..optim.average import WeightAverage
 from ..version import __version__
 from .assembly import Assembly, assemble_evaluator, assemble_model, start_worker
 from .batches import TrainingBatches, first_batch
+from .hang import hangs_told
 from .initial_weights import begin_with_weights
 from .loop import Trainer
 from .nonfinite import begin_scale
@@ -87,7 +88,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     journal.open(trainer.progress, assembly.pipeline.schedule, assembly.pipeline.cut.table)
     if trainer.progress.step == 0:
         journal.augmented(assembly.source)
-    trainer.run()
+    with hangs_told(context, settings.launch.hang_minutes):
+        trainer.run()
     summary = summarize(trainer, assembly, config)
     trainer.draw()
     journal.summary(summary)

@@ -16,8 +16,6 @@ from torch.distributed import HashStore, Store
 from gpipe_cli.benchmarks.tables.workers import run_workers
 from gpipe_cli.distributed import device, world
 from gpipe_cli.distributed.device import CPU, choose_backend, choose_device
-from gpipe_cli.distributed.optimizer_shards import shares
-from gpipe_cli.distributed.world import family
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.context import Context
 
@@ -161,18 +159,6 @@ def test_nccl_is_told_its_gpu_where_it_would_guess(monkeypatch: pytest.MonkeyPat
 # -- the tree of ranks -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 6, 7, 8, 9, 64, 100])
-def test_each_rank_is_the_child_of_one_and_log2_messages_from_rank_0(size: int) -> None:
-    parents = {child: rank for rank in range(size) for child in family(rank, size)[1]}
-    assert parents == {rank: family(rank, size)[0] for rank in range(1, size)}
-
-    def depth(rank: int) -> int:
-        return 1 + depth(parents[rank]) if rank else 0
-
-    assert max(map(depth, range(size))) <= (size - 1).bit_length()
-    assert len(family(0, size)[1]) == (size - 1).bit_length()
-
-
 @pytest.mark.parametrize("backend", ["local", "gloo"])
 def test_every_rank_reads_what_each_has_written_in_their_order(backend: str) -> None:
     size = 6
@@ -182,15 +168,14 @@ def test_every_rank_reads_what_each_has_written_in_their_order(backend: str) -> 
     assert run_workers("group_jobs:meet", size, {"backend": backend}) == expected
 
 
+def test_where_all_workers_stand_still_is_told_once() -> None:
+    first = "no progress for 0.02 minutes (launch.hang_minutes), and no worker has died"
+    places = [f"  worker {rank}: cell {rank}, micro-batch 3, forward" for rank in range(2)]
+    lines = [first + ":", *places, "  worker 2: no answer: it is stopped, or goes on"]
+    assert run_workers("group_jobs:hang", 3, {"minutes": 0.02}) == ["\n".join(lines)]
+
+
 # -- an optimizer's state divided among replicas ---------------------------------------------------------------------
-
-
-def test_shares_are_even_and_the_same_everywhere() -> None:
-    sizes = [100, 1, 60, 40, 40, 0, 59]
-    owners = shares(sizes, 3)
-    assert owners == shares(list(sizes), 3)
-    loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(3)]
-    assert loads == [100, 100, 100]
 
 
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -1,5 +1,6 @@
 """Defines what the workers of a small group do in tests: sums, messages, shared statistics."""
 
+import time
 from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpipe_cli.distributed.optimizer_shards import OptimizerShards
-from gpipe_cli.distributed.world import Exchange, all_gather_json, broadcast_json, gather_json
+from gpipe_cli.distributed.world import Exchange, World, all_gather_json
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.pipeline.batchnorm import defer_batchnorm, finish_batchnorm
@@ -17,6 +18,7 @@ from gpipe_cli.pipeline.messages.boundary import BoundarySpec, is_channels_last
 from gpipe_cli.pipeline.messages.shared_memory import SharedMemoryTransport
 from gpipe_cli.pipeline.messages.transport import Transport
 from gpipe_cli.schedule.instruction import Message
+from gpipe_cli.trainer.hang import hangs_told
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 3, 7, 4096, 4099)
@@ -54,8 +56,9 @@ def meet(context: Context, config: dict[str, Any]) -> list[Any]:
         exchange.own["all"][0] = 1
         exchange.run()
         totals.append([*exchange.total["own"].tolist(), *exchange.total["all"].tolist()])
-    passed = [gather_json([rank], group), broadcast_json({"from": rank}, group)]
-    return all_gather_json([totals, passed], group)
+    world = World(rank, context.world_size, 1, CPU, CPU, group, None, None)
+    passed = [world.gather([rank]), world.broadcast(lambda: {"from": rank})]
+    return world.all_gather([totals, passed])
 
 
 def sums(context: Context, config: dict[str, Any]) -> list[int]:
@@ -133,6 +136,24 @@ def normalise(context: Context, config: dict[str, Any]) -> list[str]:
     place = context.rank, context.world_size
     found, expected = normalised(*place, joined(context)), normalised(*place, None)
     return of_all([name for name in found if not torch.allclose(found[name], expected[name], rtol=1e-9, atol=1e-10)])
+
+
+# -- a hang ------------------------------------------------------------------------------------------------------------
+
+
+def hang(context: Context, config: dict[str, Any]) -> list[str]:
+    """Stands still in all workers but the last, which goes on; returns what is told of it."""
+    joined(context)
+    told: list[str] = []
+    context.emit = lambda event: told.append(event["text"])
+    context.where.enter(context.rank, 3, "forward")
+    with hangs_told(context, config["minutes"]):
+        until = time.monotonic() + (6 if context.rank == context.world_size - 1 else 0)
+        while time.monotonic() < until:  # the others wait
+            context.where.micro_batch = time.monotonic_ns()
+            time.sleep(0.02)
+        dist.barrier()
+    return of_all(told)
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
