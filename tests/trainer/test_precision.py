@@ -91,25 +91,6 @@ def result_of(loss: float, norm: float, scale: float | None) -> StepResult:
     return StepResult(StepPlan((), 1.0, loss_scale=scale or 1.0), loss, [], norm, [], 0.0, [], {})
 
 
-@pytest.mark.parametrize(
-    ("scale", "loss", "norm", "overflows", "then"),
-    [
-        (8.0, 1.0, 1.0, False, 8.0),
-        (8.0, 1.0, math.inf, True, 4.0),
-        (8.0, math.nan, math.nan, False, 8.0),  # not the scale's fault: the step is run again to name the layer
-        (1.0, 1.0, math.inf, False, 1.0),  # no smaller scale helps
-        (None, 1.0, math.inf, False, None),
-    ],
-)
-def test_only_an_overflow_of_scaled_gradients_halves_the_scale(
-    scale: float | None, loss: float, norm: float, overflows: bool, then: float | None
-) -> None:
-    progress, result = Progress(loss_scale=scale), result_of(loss, norm, scale)
-    adjust_scale(progress, result)
-    assert result.overflowed == overflows
-    assert progress.loss_scale == then
-
-
 def test_the_scale_doubles_after_many_steps_without_overflow() -> None:
     progress, good, bad = Progress(loss_scale=8.0), result_of(1.0, 1.0, 8.0), result_of(1.0, math.inf, 8.0)
     for result in [*[good] * 1999, bad, *[good] * 1999]:
