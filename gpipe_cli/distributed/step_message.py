@@ -118,7 +118,7 @@ class PlanMessage(Exchange):
         """Returns the plan that all workers know after `run`.
 
         Args:
-            kind: what the plan is for (train, evaluate, …); it becomes part of the signatures.
+            kind: purpose of the plan (train, evaluate, …), which becomes part of the signatures.
         """
         counts: list[int] = self.everyones("micro_batches").long().tolist()
         shapes = self.everyones("shapes").long()  # zeros where nothing is used
@@ -159,7 +159,7 @@ class StepMessage(PlanMessage):
     """Tells all workers the results of a training step, too, and those of evaluations.
 
     Args:
-        world, shape, M: as of `PlanMessage`.
+        world, shape, M: arguments of `PlanMessage`.
         K: cells.
         losses: indices of the layers with an auxiliary loss, in order, and last `TASK`.
         places: index of each parameter of the model, by full name.

@@ -22,7 +22,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
 
     Args:
         context: this worker's place in the job; its run directory is the evaluation's own.
-        config: as in `assemble_from_checkpoint`, and "about": facts of the command that the report repeats.
+        config: keys of `assemble_from_checkpoint`, and "about": facts of the command that the report repeats.
 
     Returns:
         On rank 0 the report, as in evaluation.json; None elsewhere.
@@ -49,7 +49,7 @@ def predict(context: Context, config: dict[str, Any]) -> list[tuple[str, float]]
 
     Args:
         context: this worker's place in the job.
-        config: as in `assemble_from_checkpoint`.
+        config: keys of `assemble_from_checkpoint`.
 
     Returns:
         On rank 0 the class and its probability for each file, in their order; None elsewhere.

@@ -32,7 +32,7 @@ def translate(context: Context, config: dict[str, Any]) -> dict[str, int]:
     """Translates the lines; the entry point of a worker.
 
     Args:
-        config: as in `assemble_from_checkpoint`, and "input", the path of a pipe with UTF-8 lines.
+        config: keys of `assemble_from_checkpoint`, and "input", the path of a pipe with UTF-8 lines.
 
     Returns:
         As `Answerer.counts`.
@@ -52,8 +52,8 @@ def generate(context: Context, config: dict[str, Any]) -> dict[str, int]:
     """Continues the prompts; the entry point of a worker.
 
     Args:
-        config: as in `assemble_from_checkpoint`, and "sampling", the fields of `SamplingSettings`; either "prompt", one
-            text, or "input", the path of a pipe with UTF-8 lines.
+        config: keys of `assemble_from_checkpoint`, and "sampling", the fields of `SamplingSettings`; either "prompt",
+            one text, or "input", the path of a pipe with UTF-8 lines.
 
     Returns:
         As `Answerer.counts`.
@@ -90,7 +90,7 @@ class Answerer:
         beam: width of the beam.
         samples: number of texts for each line.
         begin: the token before a line that is continued; None: lines are translated, and blank ones have no text.
-        counts: on rank 0, numbers of "lines", of lines left out because they have more than "most" tokens ("left_out"),
+        counts: numbers on rank 0, of "lines", of lines left out because they have more than "most" tokens ("left_out"),
             and of texts that reached the longest length without an end ("cut").
     """
 

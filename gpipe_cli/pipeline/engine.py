@@ -143,7 +143,7 @@ class Engine:
         Args:
             instructions: this worker's list of the schedule.
             plan: describes the mini-batch.
-            posts: when receives are posted; None: `post_ahead`.
+            posts: receives by the position before which they are posted; None: those of `post_ahead`.
             timed: True to record the time of every instruction in the engine's meter.
             cell_ended: function that is called with the number of each cell whose gradients are whole, behind its last
                 instruction; None: nothing is called.
@@ -173,8 +173,8 @@ class Engine:
             instructions: this worker's list of a forward-only schedule.
             plan: describes the micro-batches, by signatures that are distinct from those of training.
             sink: called on the worker of the last cell with (micro-batch, outputs, targets).
-            caches: what layers keep in generation, by (cell, micro-batch); they live as long as the caller keeps them.
-            posts: as in `train_step`.
+            caches: values that layers keep in generation, by (cell, micro-batch), as long as the caller keeps them.
+            posts: argument of `train_step`.
             number: (training steps done, forwards since then), which seeds layers that draw noise in evaluation, too.
         """
         with torch.no_grad(), self.noise.restored():
@@ -213,7 +213,7 @@ class _Step:
         engine: this worker's engine.
         instructions: this worker's list.
         plan: the mini-batch, and how it is run.
-        posts: when receives are posted; None: `post_ahead`.
+        posts: receives by the position before which they are posted; None: those of `post_ahead`.
     """
 
     engine: Engine
@@ -234,7 +234,7 @@ class _Step:
 
         Args:
             meter: records the time of every instruction; None: times are not taken.
-            cell_ended: as in `Engine.train_step`.
+            cell_ended: argument of `Engine.train_step`.
         """
         where, position, op = self.engine.where, -1, Op.FORWARD
         last_of_cell = {i.cell: at for at, i in enumerate(self.instructions)} if cell_ended is not None else {}

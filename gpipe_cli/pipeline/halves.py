@@ -71,7 +71,7 @@ class WeightHalf:
     """Holds the second half of a backward: the gradients of the weights that could wait.
 
     Args:
-        joints: where the weights join the path to the inputs.
+        joints: nodes at which the weights join the path to the inputs.
         late: weights that must wait and have no joint.
         whole: runs the backward once more, for the ``late`` weights alone.
     """
@@ -109,8 +109,8 @@ def backward_of_inputs(
         roots: the outputs and losses of a cell, for one micro-batch.
         gradients: the gradient of each root.
         inputs: leaves whose ``.grad`` is computed now. If none needs a gradient, the whole backward runs here.
-        waits: whether each weight, by its id, has waited in an earlier micro-batch of the step. Then it does so again,
-            even if this graph is another, because its gradients must be added up in one order.
+        waits: True for each weight, by its id, that has waited in an earlier micro-batch of the step. Then it does so
+            again, even if this graph is another, because its gradients must be added up in one order.
     """
     if not roots and not waits:
         return WeightHalf(())
@@ -151,7 +151,7 @@ def _as_before(
     Args:
         joints: joints with weights that could wait in this graph.
         now: weights that cannot wait in this graph.
-        waits: as in `backward_of_inputs`.
+        waits: argument of `backward_of_inputs`.
 
     Returns:
         (joints with weights that wait, weights that do not wait, weights that must wait and have no joint).

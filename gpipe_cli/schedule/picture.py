@@ -24,7 +24,7 @@ def draw_text(timeline: Timeline) -> str:
     ``I0`` and ``W0`` its halves, ``.`` nothing (see `legend`). A worker with several cells has a row for each of them.
 
     Args:
-        timeline: what `simulate` returns, with unit durations.
+        timeline: result of `simulate` with unit durations.
     """
     columns = max(1, round(timeline.span))
     width = 1 + len(str(max(0, timeline.micro_batches - 1)))

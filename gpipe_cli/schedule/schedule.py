@@ -47,8 +47,8 @@ class StepSchedule:
     """Makes the lists of a training step.
 
     Args:
-        kind, placement, offload: as in `schedule`.
-        policy: as in `kept_graphs`.
+        kind, placement, offload: arguments of `schedule`.
+        policy: argument of `kept_graphs`.
 
     Attributes:
         lists: function that returns one list of instructions for each worker, for a number of micro-batches.
@@ -70,7 +70,7 @@ def schedule(
         kind: a key of ``KINDS``, or a file as `own_lists` reads it, which has its own placement and kept graphs.
         placement: ``placement[cell]`` is the cell's worker; workers are counted from 0 and each has a cell.
         M: micro-batches per mini-batch.
-        keep: for each cell the most graphs that exist at once, a recomputed one included. 0 recomputes every
+        keep: number for each cell of the most graphs that exist at once, a recomputed one included. 0 recomputes every
             micro-batch directly before its backward, so only one of a worker's cells has a graph at a time. 1 keeps the
             graph if the backward directly follows its forward, and otherwise recomputes before the gradient arrives.
             With n of 2 or more, n - 1 graphs stay while other micro-batches go backward. `kept_graphs` makes the

@@ -45,7 +45,7 @@ class TranslationTask(LanguageModelTask):
     """Adds decoding and BLEU to the loss of a language model. Targets are the decoder's inputs shifted by one token.
 
     Args:
-        label_smoothing, logit_clip, pad_id: see `LanguageModelTask`.
+        label_smoothing, logit_clip, pad_id: arguments of `LanguageModelTask`.
         generation: the keys of `GenerationSettings`; None: an evaluation translates nothing.
     """
 

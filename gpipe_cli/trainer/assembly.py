@@ -297,7 +297,7 @@ def assemble_evaluator(assembly: Assembly, stop_requested: Callable[[], bool] = 
     """Makes the evaluator, with generation where the task generates.
 
     Args:
-        stop_requested: whether this worker was asked to stop; evaluations then end early.
+        stop_requested: returns True if this worker was asked to stop; evaluations then end early.
     """
     generation = assembly.pipeline.task.generation
     decoder = None if generation is None else assemble_decoder(assembly, generation, stop_requested)

@@ -178,7 +178,7 @@ class TrainingBatches:
         source: the data source, on the first worker of each replica; None elsewhere.
         position: position in the data of the last mini-batch trained on; None at the beginning.
         stop_requested: returns whether this worker was asked to stop.
-        failure: what the source has raised in place of the next mini-batch; other workers see the end of the data.
+        failure: exception of the source in place of the next mini-batch; other workers see the end of the data.
         seconds_waited: seconds for which this worker waited for the mini-batch trained on.
     """
 

@@ -89,7 +89,7 @@ def load_matched(
         own: this worker's tensors by name.
         saved: the saved tensors by their own names.
         match: name in the model -> name in ``saved``.
-        path: where they are saved, for messages.
+        path: file or folder in which they are saved, for messages.
 
     Returns:
         The types that were converted, as "bfloat16 to float32".

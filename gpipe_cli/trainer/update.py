@@ -134,7 +134,7 @@ class Updater:
         """Applies the gradients and clears them. If the step is not finite, only the learning rate moves on.
 
         Args:
-            result: what all workers know of the step.
+            result: result of the step, the same on all workers.
             updates_before: number of updates before this one, without those skipped.
         """
         if result.finite:

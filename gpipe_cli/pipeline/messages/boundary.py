@@ -267,7 +267,7 @@ class BoundarySpec:
     """Describes the tensors of one boundary, for one shape of micro-batch.
 
     Attributes:
-        grouping: how the tensors were grouped, as JSON; None: one tensor, or a plain tuple.
+        grouping: containers in which the tensors stood, as JSON; None: one tensor, or a plain tuple.
         varies: True if a tensor may require a gradient in one micro-batch and none in another.
     """
 

@@ -48,8 +48,8 @@ class Transport:
 
     Args:
         ranks: global rank of the worker of each cell, in this replica.
-        device: where the tensors are used.
-        wire: where messages travel from and to: ``device``, or the CPU when the backend cannot send from the device.
+        device: device on which the tensors are used.
+        wire: device from and to which messages travel: ``device``, or the CPU when the backend cannot send from it.
         groups: one process group for activations and one for gradients, so that neither waits for the other. Or two of
             each: one for messages to a later rank, one for messages to an earlier rank. A backend that runs the
             messages between two ranks in one order (NCCL) needs that where messages of a kind go both ways.
