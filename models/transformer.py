@@ -98,6 +98,7 @@ def transformer(
     share_embeddings: bool = False,
     pad_id: CountOrZero = 0,
     positions: parts.Positions = "sinusoids",
+    decoder_layers: Depth | None = None,
 ) -> list[LayerBuilder]:
     """Returns the list of T(L,H,A): 5·L + 5 layers.
 
@@ -109,11 +110,12 @@ def transformer(
         d_model: width between the sub-layers; even.
         dropout, input_dropout, attention_dropout: shares of branches, embeddings and attention weights that are zeroed.
         depth_scaled_init: multiply the Xavier bound of the feed-forward matrices by n^-depth_scale_exponent.
-        depth_scale_layers: stacks whose layers n counts: "both" (2·L) or "one" (L).
+        depth_scale_layers: stacks whose layers n counts: "both" or "one" (L).
         tie_embeddings: one table for target embedding and softmax; in the paper all three are separate.
         share_embeddings: one table for source and target embedding; both sides must have one vocabulary.
         pad_id: the id of padding in the source.
         positions: "sinusoids" added to the embeddings, or "rotary": self-attention turns queries and keys.
+        decoder_layers: another number of decoder layers; None: L.
 
     Raises:
         ConfigurationError: share_embeddings with vocabularies of two sizes.
@@ -123,7 +125,8 @@ def transformer(
             f"model.share_embeddings=true, but the vocabularies have {source_vocabulary} and {target_vocabulary} "
             "tokens: both sides must have one (data.shared_vocabulary=true)"
         )
-    depth = 2 * L if depth_scale_layers == "both" else L
+    of_decoder = L if decoder_layers is None else decoder_layers
+    depth = L + of_decoder if depth_scale_layers == "both" else L
     init_scale = depth**-depth_scale_exponent if depth_scaled_init else 1.0
     heads = (d_model, A, dropout, attention_dropout)
     feed_forward: parts.Sublayers = {"feed_forward": partial(parts.FeedForward, d_model, H, dropout, init_scale)}
@@ -141,7 +144,7 @@ def transformer(
         *parts.stacked("encoder", L, encoder),
         LayerBuilder("encoder.norm", partial(EncoderNorm, d_model)),
         LayerBuilder("target_embedding", partial(TargetEmbedding, target_vocabulary, *embedding), tied=shared),
-        *parts.stacked("decoder", L, decoder),
+        *parts.stacked("decoder", of_decoder, decoder),
         LayerBuilder("decoder.norm", partial(DecoderNorm, d_model)),
         LayerBuilder("softmax", partial(parts.VocabularyProjection, d_model, target_vocabulary), tied=of_softmax),
     ]

@@ -42,7 +42,10 @@ SAME_BITS: Mapping[str, set[object]] = {
     "model.positions": {NOT_SET, "sinusoids"},
     "data.normalization": {NOT_SET, "nmt_nfkc"},
     "precision.deterministic": {NOT_SET, True},
-    **{key: {NOT_SET, None} for key in ("precision.boundaries", "precision.loss_scale", "optimizer.groups")},
+    **{
+        key: {NOT_SET, None}
+        for key in ("precision.boundaries", "precision.loss_scale", "optimizer.groups", "model.decoder_layers")
+    },
     **{
         key: {NOT_SET, False}
         for key in ("pipeline.compile", "precision.tf32", "data.smaller_vocabulary", "model.share_embeddings")

@@ -157,7 +157,12 @@ def test_rotary_positions_are_complex_numbers_that_turn_queries_and_keys() -> No
 
 @pytest.mark.parametrize(
     ("keys", "factor"),
-    [({}, 8**-0.5), ({"depth_scale_layers": "one"}, 4**-0.5), ({"depth_scaled_init": False}, 1.0)],
+    [
+        ({}, 8**-0.5),
+        ({"decoder_layers": 5}, 9**-0.5),
+        ({"depth_scale_layers": "one"}, 4**-0.5),
+        ({"depth_scaled_init": False}, 1.0),
+    ],
     ids=str,
 )
 def test_depth_scaled_initialisation_shrinks_both_feed_forward_matrices(keys: dict[str, Any], factor: float) -> None:
