@@ -71,5 +71,8 @@ def test_a_corpus_of_wheels_is_split_by_messages_and_near_copies_stay_together(
         assert not [one for one in words for other in sides["train"] if one[:-1] == other.split()[:-1]]
     assert lines(made / "second_test/de-en/test.en") == ["run the current script again"]
     assert "Permission is granted" in (made / "notices" / "shop.txt").read_text()
+    again = make(wheels, tmp_path / "again", "--copies")
+    copied = [lines(again / f"corpus/eng-en/train.{side}") for side in ("eng", "en")]
+    assert copied[0] == copied[1] and set(copied[0]) == sides["train"] and len(copied[0]) == len(sides["train"])
     counts = json.loads((made / "counts.json").read_text())
-    assert counts["digest"] == json.loads((make(wheels, tmp_path / "again") / "counts.json").read_text())["digest"]
+    assert counts["digest"] == json.loads((again / "counts.json").read_text())["digest"]
