@@ -36,7 +36,8 @@ Groups (group=option; * is the default, unless the model chooses another):
     precision   bf16  fp16  fp32*
     experiment  imagenet/amoebanet_b_18_512  imagenet/amoebanet_d_google  nmt/bilingual  nmt/large_batch
                 nmt/t_12_16384_32  nmt/t_24_8192_16  nmt/t_32_16384_32  nmt/t_64_16384_32  nmt/t_6_8192_16
-                nmt_small/bilingual  nmt_small/deep  nmt_small/narrow  nmt_small/very_deep  nmt_small/wide
+                nmt_small/bilingual  nmt_small/deep  nmt_small/messages  nmt_small/narrow  nmt_small/very_deep
+                nmt_small/wide
                 transfer/birdsnap  transfer/cifar10  transfer/cifar100  transfer/fgvc_aircraft
                 transfer/food101  transfer/oxford_pets  transfer/stanford_cars
     debug       tiny

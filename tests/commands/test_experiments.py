@@ -92,7 +92,9 @@ def test_a_tiny_step_of_the_small_family(tmp_path: Path) -> None:
     check(train_inline(tmp_path, *words)[0])
 
 
-@pytest.mark.parametrize("name", ["nmt/t_64_16384_32", pytest.param("nmt/bilingual", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["nmt/t_64_16384_32", "nmt_small/messages", pytest.param("nmt/bilingual", marks=pytest.mark.slow)]
+)
 def test_a_tiny_step_on_opus_s_layout(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPIPE_CACHE", str(tmp_path / "cache"))
     root = opus(tmp_path / "opus")
