@@ -51,6 +51,7 @@ class WorkerDevice(TypedDict, total=False):
 
 
 Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "breadth_first", "zero_bubble"]
+Placement = Literal["pipeline_inside", "replicas_inside"]  # what lies inside a node
 ROUND_ROBIN = ("interleaved_1f1b", "breadth_first")  # cell c lies on worker c mod W; else neighbours lie together
 
 
@@ -76,6 +77,7 @@ class PipelineConfig:
         memory: most bytes that a worker may hold, as 16GB; null: all of its device.
         workers: processes of one replica; the command replaces "auto" by a number before workers start.
         replicas: copies of the pipeline.
+        placement: which workers lie in one node: those of a replica, or the replicas of a worker; auto: as planned.
         threads: number for each worker; another number may change the last bits of results.
         backend: library through which workers exchange tensors.
         device: the kind of device that workers compute on.
@@ -98,6 +100,7 @@ class PipelineConfig:
     memory: Bytes | None
     workers: Literal["auto"] | Depth
     replicas: Count
+    placement: Literal["auto"] | Placement
     threads: Depth
     backend: Literal["auto", "gloo", "nccl"]
     device: Literal["auto", "cpu", "cuda"]

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 STEPS = "trainer.steps"
 _MAY_DIFFER_IN = {
-    "pipeline": "K workers worker_devices partition cost remat keep memory backend shard_optimizer device offload "
-    "offload_dir",
+    "pipeline": "K workers placement worker_devices partition cost remat keep memory backend shard_optimizer device "
+    "offload offload_dir",
     "model": "trust",
     "trainer": "steps epochs seconds evaluate_every evaluate_first nonfinite_limit patience samples trace_steps",
     "data": "workers preparation_workers cache_dir evaluation_* strict held_out tokenizer",

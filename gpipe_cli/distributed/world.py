@@ -178,7 +178,8 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 class World:
     """Holds this process's rank, replica, device and process groups.
 
-    Ranks are numbered replica by replica: rank = replica · workers + worker.
+    Ranks are numbered replica by replica: rank = replica · workers + worker, on whatever node `pipeline.placement` puts
+    it; the launcher's numbers, by which logs are named, go node by node.
 
     Attributes:
         workers, replicas: W and D; together W·D ranks.

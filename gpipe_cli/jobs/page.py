@@ -24,6 +24,7 @@ PAGE, PLAN, CLASSES = "report.html", "plan.json", "classes.json"
 WHOLE = 16 << 20  # bytes of a picture that are read at most
 MOST_POINTS = 1_000  # of a curve; a picture has fewer pixels
 MEASURED = 20  # last steps, for the median of their speeds
+SPEEDS = ("tokens_per_second", "flops_per_second", "mfu")
 WORTH_IT = 0.02  # share of a step that a faster plan must save to be shown
 CELL = ("cell", "worker", "layers", "first", "last", "parameters")
 TIMES = ("forward", "recompute", "backward", "input_gradient", "weight_gradient", "waiting", "sending")
@@ -68,7 +69,8 @@ def _did_it_work(run: FinishedRun, rows: Sequence[Row]) -> Iterator[Block]:
     known = {name: value for name, value in run.summary.items() if value is not None}
     first, last = (rows[0], {**rows[-1], **known}) if rows else ({}, known)
     wall, speed, ended = (last.get(key) for key in ("wall_seconds", "examples_per_second", "stopped_by"))
-    tokens = [row["tokens_per_second"] for row in rows[-MEASURED:] if row.get("tokens_per_second")]
+    recent = {key: [row[key] for row in rows[-MEASURED:] if row.get(key)] for key in SPEEDS}
+    tokens, flops, mfu = (median(values) if values else None for values in recent.values())
     yield Facts(
         [
             ("state", run.outcome + (f" ({ended})" if ended and ended != "steps" else "")),
@@ -76,7 +78,9 @@ def _did_it_work(run: FinishedRun, rows: Sequence[Row]) -> Iterator[Block]:
             ("steps", last.get("steps", last.get("step"))),
             ("time", wall and duration(wall)),
             ("speed", speed and f"{number(speed, 3)} examples/s"),
-            ("", tokens and f"{number(median(tokens), 3)} tokens/s"),
+            ("", tokens and f"{number(tokens, 3)} tokens/s"),
+            ("", flops and size_text(flops, "FLOP/s")),
+            ("", mfu and f"MFU {percent(mfu)}"),
             ("skipped", last.get("skipped_updates") or None),
             ("restarts", len(last.get("restarts") or ()) or None),
         ]

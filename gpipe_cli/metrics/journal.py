@@ -13,6 +13,7 @@ from ..config import Settings
 from ..data.images.source import SquareImages
 from ..data.source import Source
 from ..disk import DiskError, cannot_write, whole_file, write_whole, writing
+from ..partition.cut import Cut
 from ..pipeline.step import StepResult
 from ..schedule.schedule import StepSchedule
 from ..tasks.base import Task
@@ -51,7 +52,7 @@ class Notices:
         """Reports the table of the K cells."""
         self._emit({"kind": "cells", "rows": [dict(row) for row in table]})
 
-    def open(self, progress: Progress, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> None: ...
+    def open(self, progress: Progress, schedule: StepSchedule, cut: Cut, peak: float | None) -> None: ...
     def step(self, progress: Progress, result: StepResult, done: float | None) -> None: ...
     def evaluation(self, progress: Progress, result: Evaluation) -> None: ...
     def augmented(self, source: Source | None) -> None: ...
@@ -83,19 +84,20 @@ class Journal(Notices):
         self._predicted_bubble, self._shares_of_step = math.nan, dict[str, float]()  # as last simulated
         self._warned: set[Path] = set()  # of files that cannot be written
 
-    def open(self, progress: Progress, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> None:
+    def open(self, progress: Progress, schedule: StepSchedule, cut: Cut, peak: float | None) -> None:
         """Opens the files. It is called when nothing can refuse the run any more.
 
         Args:
             progress: beginning of the run. Lines of later steps, from a run that was killed after its last checkpoint,
                 are removed, and those of an evaluation that is made again.
-            table: the table of the cells.
+            cut: the cells, and the model's FLOPs.
+            peak: FLOP/s that all devices could reach together; None where it is not known.
 
         Raises:
             DiskError: they cannot be written.
         """
         self._emit({"kind": "begun"})
-        self._schedule, self._table = schedule, table
+        self._schedule, self._table, self._flops, self._peak = schedule, cut.table, cut.flops, peak
         again = progress.evaluation_due or progress.step in (0, self._steps)
         self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", progress.step)
         self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", progress.step - again)
@@ -152,6 +154,9 @@ class Journal(Notices):
             "skipped_updates": progress.skipped,
             **{name: part / whole if whole else 0.0 for name, part, whole in pairs},
         }
+        if self._flops is not None:  # a backward computes twice as much as a forward
+            row["flops_per_second"] = 3 * self._flops * plan.total_micro_batches / seconds
+            row |= {"mfu": row["flops_per_second"] / self._peak} if self._peak else {}
         times = {"breakdown": self._shares_of_step, "cells": result.cells, "workers": result.workers} if due else {}
         rare = {"loss_scale": progress.loss_scale, "not_finite": result.not_finite}
         there = {name: value for name, value in rare.items() if value is not None}

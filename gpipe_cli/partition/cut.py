@@ -4,7 +4,7 @@ With `partition=auto` by the seconds that workers spend in a step, with what the
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class Cut:
         parameters: number of parameters of the whole model.
         ties: owners of the parameters that each layer shares with an earlier one, by name (`Survey.owners`).
         varying: layers behind which no cut may lie, because what they pass on has shapes that depend on values.
+        flops: FLOPs of a forward of the micro-batch by which the model was cut; None where they are not counted.
     """
 
     sizes: list[int]
@@ -42,6 +43,7 @@ class Cut:
     parameters: int
     ties: list[dict[str, Owner]]
     varying: list[int] = field(default_factory=list)
+    flops: float | None = None
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Cut":
@@ -102,7 +104,8 @@ def cut_model(
             how = "flops"
     if times is None:
         times = list(map(LayerTimes.of_cost, layer_costs(builders, found, how)))
-    return cut_by_times(found, times, config, workers) if fitted is None else fitted(times)
+    cut = cut_by_times(found, times, config, workers) if fitted is None else fitted(times)
+    return cut if found.failure else replace(cut, flops=sum(layer.flops for layer in found.layers))
 
 
 def places_without_cut(found: Survey[Any]) -> list[str]:

@@ -9,8 +9,9 @@ run reaches a share of both rates (`plan.efficiency`), and every operation costs
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
+from ..config import PipelineConfig
 from ..partition.cost import LayerTimes, total_times, with_loss
 from ..partition.fake_layers import TensorShape
 from ..partition.tracking import Operation
@@ -226,7 +227,7 @@ class _Storages:
 
 @dataclass(frozen=True)
 class TimeModel:
-    """Computes the seconds of layers, updates and messages on one device; layers that were timed have their own.
+    """Computes the seconds of layers and updates on one device; layers that were timed have their own.
 
     Attributes:
         device: the device, with the rates that a run reaches.
@@ -269,16 +270,43 @@ class TimeModel:
         moved = 3 * cell.gradients + 2 * cell.optimizer
         return moved / self.device.bandwidth + tensors * self.device.overhead
 
-    def transfer(self, size: float) -> float:
-        """Returns the seconds that a message of ``size`` bytes takes to a neighbour."""
-        return self.device.latency + size / self.device.link if size else 0.0
-
-    def reduction(self, size: float, replicas: int) -> float:
-        """Returns the seconds of summing ``size`` bytes of gradients over replicas around a ring."""
-        return 0.0 if replicas == 1 else 2 * (replicas - 1) / replicas * size / self.device.link
-
 
 def cell_times(layers: Sequence[LayerTimes], sizes: CellSizes) -> LayerTimes:
     """Returns the times of a cell of these layers; where nothing is put off, the first half is the whole backward."""
     total = total_times(layers)
     return total if sizes.put_off else replace(total, input_gradient=total.backward, weight_gradient=0.0)
+
+
+class Links:
+    """Computes the seconds of messages between workers, and of sums over replicas, which may lie on several nodes.
+
+    Args:
+        device: the device, with the speeds of its links.
+        pipeline: has the numbers of workers and replicas, and which of them lie in one node.
+        node: devices in a node; None: all are in one.
+    """
+
+    def __init__(self, device: Device, pipeline: PipelineConfig, node: int | None) -> None:
+        self._device, self._replicas = device, range(pipeline.replicas)
+        ranks = [*product(self._replicas, range(pipeline.worker_count))]
+        if pipeline.placement == "replicas_inside":
+            ranks.sort(key=lambda rank: rank[1])
+        size = node or len(ranks)
+        self._node_of = {rank: place // size for place, rank in enumerate(ranks)}
+        # A node's replicas send at the same time, and so do its workers: each has its part of the way to other nodes.
+        replicas, workers = map(set, zip(*ranks[:size], strict=True))
+        self._sending, self._summing = len(replicas), len(workers)
+
+    def transfer(self, size: float, sender: int, receiver: int) -> float:
+        """Returns the seconds that a message of ``size`` bytes takes from a worker to another."""
+        apart = any(self._node_of[r, sender] != self._node_of[r, receiver] for r in self._replicas)
+        return self._device.latency + size / self._speed(apart, self._sending) if size else 0.0
+
+    def reduction(self, size: float, worker: int) -> float:
+        """Returns the seconds of summing ``size`` bytes of a worker's gradients over the replicas, around a ring."""
+        apart, D = len({self._node_of[r, worker] for r in self._replicas}) > 1, len(self._replicas)
+        return 2 * (D - 1) / D * size / self._speed(apart, self._summing)
+
+    def _speed(self, apart: bool, sharing: int) -> float:
+        """Returns bytes/s: inside a node, or to another node if so many send at the same time."""
+        return min(self._device.link, self._device.between / sharing) if apart else self._device.link

@@ -4,6 +4,7 @@ devices.yaml has devices with a name. Figures are peaks; `plan.efficiency` is th
 No torch here: the command refuses a wrong value before it imports torch.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ class Device:
         memory: bytes.
         bandwidth: bytes/s of its memory.
         link: bytes/s to a neighbour, one way.
+        between: bytes/s from a node to another, which its devices share; as assumed, one card of 100 Gb/s.
         latency: seconds from a send to the moment its first byte arrives.
         overhead: seconds that starting one operation costs.
         host: seconds for which a send or a receive keeps its worker from computing; 0 where it runs beside.
@@ -40,6 +42,7 @@ class Device:
     memory: Bytes
     bandwidth: Positive
     link: Positive
+    between: Positive = 12.5e9
     latency: NotNegative = 10e-6
     overhead: NotNegative = 5e-6
     host: NotNegative = 0.0
@@ -67,12 +70,27 @@ def describe(device: Any) -> Device:
     return read_section(Device, {**defaults, **values}, "plan.device")
 
 
+def peak_flops(name: str, half: bool) -> float | None:
+    """Returns the peak FLOP/s of a preset by torch's name for the device; None where it is not known.
+
+    Args:
+        name: as "NVIDIA A100-SXM4-80GB". A part of a GPU (MIG) is not known.
+        half: in 16-bit types, in place of float32 without TF32.
+    """
+    words = {*re.split("[^a-z0-9]+", name.lower())}
+    known = [preset for preset in PRESETS if {*preset.split("-")} <= words and "mig" not in words]
+    figures = PRESETS[max(known, key=len)] if known else {}
+    peak: float | None = figures.get("half_flops" if half else "flops")
+    return peak
+
+
 @dataclass(frozen=True)
 class Options:
     """Holds the section `plan`; conf/plan.yaml describes each key.
 
     Attributes:
         device: None: the present machine, to be measured.
+        node: devices in a node; None: all are in one.
         most_workers: most workers of a replica, as this machine has devices; None: one for each cell.
     """
 
@@ -83,6 +101,7 @@ class Options:
     fit: Bytes | None = None
     best: bool = False
     devices: Size | None = None
+    node: Size | None = None
     grow: str | None = None
     grow_by: Size = 1
     format: Literal["text", "json", "lists"] = "text"

@@ -68,6 +68,7 @@ class Plan:
     M: int
     workers: int
     replicas: int
+    placement: str
     remat: str
     keep: int | list[int] | None
     schedule: str

@@ -10,10 +10,11 @@ from dataclasses import replace
 from functools import cache, cached_property
 from itertools import starmap
 from math import ceil, isfinite, log2
+from typing import get_args
 
 import torch
 
-from ..config import PipelineConfig, Settings
+from ..config import PipelineConfig, Placement, Settings
 from ..cpu import as_worker
 from ..factory.build import build_autocast, build_model, build_task
 from ..factory.example import asks_for_example, example_micro_batch, with_example
@@ -28,7 +29,7 @@ from ..schedule.instruction import Instruction, Op
 from ..schedule.schedule import most_kept
 from ..schedule.simulate import simulate
 from .bound import bound_of_any_cut, step_bound
-from .cells import CellPlan, TimeModel, cell_times, graphs_of_layers, sizes_of_cell, tie_messages
+from .cells import CellPlan, Links, TimeModel, cell_times, graphs_of_layers, sizes_of_cell, tie_messages
 from .fitting_cut import cut_that_fits, limits_of_workers
 from .kept import KeptMemory, trained
 from .measure.kept_profile import profiled
@@ -94,15 +95,19 @@ class Planner:
             ConfigurationError: the model cannot be cut so, or there is no such schedule.
         """
         pipeline = self.with_workers(pipeline or self.settings.pipeline)
+        if pipeline.placement == "auto":
+            return self._faster_placed(pipeline)
         model = self._measured(pipeline.M * pipeline.replicas)
         limits = self.limits(pipeline)
+        links = Links(self.device, pipeline, self.options.node)
         cut = cut_that_fits(model, model.times, pipeline, self._kept, limits, self._on_cpus)
         lists = instruction_lists(pipeline, cut.placement)
         cells = self._cells(pipeline, model, cut, lists)
         sizes, times = [cell.sizes for cell in cells], [cell.seconds for cell in cells]
 
         def latency(sent: Instruction) -> float:
-            return self._times.transfer(sizes[sent.cell].by_message[sent.op])
+            to = sent.cell + (1 if sent.op is Op.SEND_ACTIVATION else -1)
+            return links.transfer(sizes[sent.cell].by_message[sent.op], cut.placement[sent.cell], cut.placement[to])
 
         posts = None if self._on_cpus else post_early(lists)
         timeline = simulate(lists, cut.placement, durations(times, lists), latency, self.device.host, posts)
@@ -111,11 +116,11 @@ class Planner:
         fullest = max(workers, key=lambda worker: worker.total / worker.limit)
         ties = list(tie_messages(cut.uses(model.names), model))
         sent = sum(sizes[i.cell].by_message[i.op] for each in lists for i in each if i.sent_message is not None)
-        update, any_cut = self._update_seconds(pipeline, model, cells, ties), self.least_seconds(pipeline)
+        update, any_cut = self._update_seconds(pipeline, model, cells, ties, links), self.least_seconds(pipeline)
         room = [worker.limit - worker.process - worker.model for worker in workers]
         graphs = [cell.graph for cell in cells]
         bound = max(step_bound(times, graphs, cut.placement, pipeline.M, room), any_cut)
-        keys = ("K", "M", "replicas", "remat", "keep", "schedule", "offload")
+        keys = ("K", "M", "replicas", "placement", "remat", "keep", "schedule", "offload")
         return Plan(
             **{key: getattr(pipeline, key) for key in keys},
             workers=len(lists),
@@ -138,6 +143,15 @@ class Planner:
             timeline=timeline,
             lists=lists,
         )
+
+    def _faster_placed(self, pipeline: PipelineConfig) -> Plan:
+        """Returns the plan of the faster placement on nodes, with a note that compares both where they differ."""
+        several = self.options.node is not None and pipeline.replicas > 1 and pipeline.worker_count > 1
+        plans = [self.plan(replace(pipeline, placement=each)) for each in get_args(Placement)[: 1 + several]]
+        best, *others = sorted(plans, key=lambda plan: plan.step_seconds)
+        chosen = f"placement {best.placement}: a step is planned to take {best.step_seconds:.3g} s"
+        said = [f"{chosen}, with {other.placement} {other.step_seconds:.3g} s" for other in others]
+        return replace(best, notes=[*best.notes, *said])
 
     def least_seconds(self, pipeline: PipelineConfig) -> float:
         """Returns the least seconds of a step, however the model is cut and scheduled, without the update.
@@ -232,6 +246,7 @@ class Planner:
         model: ModelFacts,
         cells: Sequence[CellPlan],
         ties: Sequence[tuple[int, int, int]],
+        links: Links,
     ) -> float:
         """Returns the seconds between the last backward and the next step.
 
@@ -251,9 +266,9 @@ class Planner:
                 shares_of_it = pipeline.replicas if pipeline.shard_optimizer else 1
                 seconds[cell.worker] += sum(starmap(self._timed_update, own)) / shares_of_it
             reduced = sum(shape.bytes for _, shape in own)
-            seconds[cell.worker] += passes * self._times.reduction(reduced, pipeline.replicas)
+            seconds[cell.worker] += passes * links.reduction(reduced, cell.worker)
         for sender, receiver, size in ties:
             for worker in (sender, receiver):
-                seconds[worker] += self._times.transfer(size)
+                seconds[worker] += links.transfer(size, sender, receiver)
         rounds = 2 * ceil(log2(pipeline.worker_count * pipeline.replicas))  # of the exchange, up a tree and down
         return max(seconds) + rounds * (self.device.host + self.device.latency)

@@ -7,7 +7,7 @@ Everything printed also goes to train.log, as plain text. An event is a JSON obj
     preparation    text, done, total                         progress of preparing data; total 0: unknown
     cells          rows: [{cell, worker, first, last, layers, parameters, cost, share}]
     progress       step, steps (or null), done (share of the run, or null), loss, lr, examples_per_second, bubble,
-                   bubble_predicted, skipped_updates, accuracy (optional)
+                   bubble_predicted, skipped_updates; accuracy, flops_per_second, mfu (optional)
     evaluation     step, numbers: {name: value}, signature: of sacreBLEU (or null)
     samples        rows: [{label: text}]                     outputs beside the references
     begun                                                    nothing can refuse the run any more: for jobs/job.py
@@ -32,7 +32,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from gpipe_cli.errors import visible
 from gpipe_cli.terminal.command import discard, to_stderr
-from gpipe_cli.terminal.text import duration, number, percent, relative_paths, text_table
+from gpipe_cli.terminal.text import duration, number, percent, relative_paths, size_text, text_table
 
 PLAIN_SECONDS = 2.0  # minimum between two progress lines: fast steps must not flood a log
 LONGEST_SILENCE_SECONDS = 20.0  # maximum between two progress lines, whatever `logging.every` is
@@ -180,7 +180,8 @@ class Console(logging.Handler):
             self._last_line = now
             predicted = event.get("bubble_predicted")
             schedule = "" if predicted is None else f" (schedule {percent(predicted)})"
-            text = f"step {line}  bubble {percent(event['bubble'])}{schedule}"
+            flops = f"  {size_text(event['flops_per_second'], 'FLOP/s')}" if event.get("flops_per_second") else ""
+            text = f"step {line}{flops}  bubble {percent(event['bubble'])}{schedule}"
             if self._bar:
                 log.info("%s", text)
             else:
@@ -206,6 +207,8 @@ def _figures(event: Event, seconds_left: float | None) -> str:
         f"accuracy {number(event['accuracy'])}" if "accuracy" in event else f"lr {event['lr']:.1e}",
         f"{number(event[f'{unit}_per_second'], 3)} {unit}/s",
     ]
+    if event.get("mfu"):
+        parts.append(f"MFU {percent(event['mfu'])}")
     if event.get("skipped_updates"):
         parts.append(f"{event['skipped_updates']} skipped")
     if seconds_left is not None:

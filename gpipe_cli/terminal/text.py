@@ -34,11 +34,11 @@ def percent(share: object) -> str:
     return f"{100 * share:.1f} %" if isinstance(share, (int, float)) and math.isfinite(share) else "-"
 
 
-def size_text(size: float) -> str:
-    """Returns bytes in units of a thousand: 12.3 GB."""
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if size < 999.5 or unit == "TB":
-            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
+def size_text(size: float, unit: str = "B") -> str:
+    """Returns bytes, or another unit, in units of a thousand: 12.3 GB."""
+    for prefix in ("", "K", "M", "G", "T"):
+        if size < 999.5 or prefix == "T":
+            return f"{size:.3g} {prefix}{unit}" if prefix else f"{size:.0f} {unit}"
         size /= 1000
     raise AssertionError
 

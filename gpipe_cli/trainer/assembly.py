@@ -84,6 +84,8 @@ def start_worker(context: Context, settings: Settings) -> World:
         raise ConfigurationError(f"{keys}: gpipe-train and gpipe-plan choose these, type values here")
     torch.set_num_threads(pipeline.threads)  # torchrun sets another number, and the last bits depend on it
     workers = context.world_size // pipeline.replicas
+    if pipeline.placement == "replicas_inside" and context.messenger is None:  # its launcher counts node by node
+        context = replace(context, rank=context.rank % pipeline.replicas * workers + context.rank // pipeline.replicas)
     return join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
 
 

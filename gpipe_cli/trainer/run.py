@@ -1,6 +1,7 @@
 """Defines the entry point of `gpipe-train`'s workers: assembles, trains, and leaves a summary."""
 
 import json
+import os
 import platform
 import time
 import warnings
@@ -23,6 +24,7 @@ from ..comparison.module_itself import maker_of
 from ..config import BEFORE_CHOICE, PipelineConfig, Settings
 from ..data.source import Source
 from ..disk import writing
+from ..distributed.device import machine_id
 from ..distributed.optimizer_shards import OptimizerShards
 from ..distributed.pipeline import WorkerPipeline
 from ..errors import ConfigurationError
@@ -33,6 +35,8 @@ from ..launch.context import Context
 from ..metrics.journal import Journal, Notices
 from ..metrics.records import Progress
 from ..optim.average import WeightAverage
+from ..planner.measure.this_device import workers_on_a_gpu
+from ..planner.options import peak_flops
 from ..version import __version__
 from .assembly import Assembly, assemble_evaluator, assemble_model, start_worker
 from .batches import TrainingBatches, first_batch
@@ -62,7 +66,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         LayerFailed: an exception in a layer.
         NonFinite: too many updates in a row were not finite.
     """
-    config = {**config, "settings": with_choice(context, config["settings"])}
+    config = {**config, "settings": with_placement(context, with_choice(context, config["settings"]))}
     settings = Settings.from_config(config["settings"])
     world = start_worker(context, settings)
     resumed = None
@@ -85,7 +89,9 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         with writing(folder := vocabulary_folder(context.run_dir)):
             assembly.source.keep_vocabularies(folder)  # so that the run translates without its data
     trainer = assemble_training(context, config, assembly, journal, resumed)
-    journal.open(trainer.progress, assembly.pipeline.schedule, assembly.pipeline.cut.table)
+    if world.device.type == GPU and not (settings.precision.tf32 or settings.precision.autocast):
+        journal.message("float32 runs without TF32; precision.tf32=true is faster and rounds factors to 10 bits")
+    journal.open(trainer.progress, assembly.pipeline.schedule, assembly.pipeline.cut, peak_of_devices(assembly))
     if trainer.progress.step == 0:
         journal.augmented(assembly.source)
     with hangs_told(context, settings.launch.hang_minutes):
@@ -253,6 +259,15 @@ def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -
     }
 
 
+def peak_of_devices(assembly: Assembly) -> float | None:
+    """Returns the FLOP/s that the data sheets of all devices promise together; None where they are not known."""
+    world, settings = assembly.world, assembly.settings
+    if world.device.type != GPU or settings.precision.tf32:
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(world.device), settings.precision.autocast is not None)
+    return None if peak is None else peak * world.size / workers_on_a_gpu(settings.pipeline, world.size)
+
+
 def with_choice(context: Context, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration with plain values in place of `auto`; every worker calls it at the same time.
 
@@ -277,6 +292,34 @@ def with_choice(context: Context, config: Mapping[str, Any]) -> dict[str, Any]:
     chosen = json.loads(context.decide("chosen pipeline", own, choose, CHOICE_SECONDS))
     starts = {name: BEFORE_CHOICE[name] for name in settings.pipeline.auto}  # `keep` may have been chosen for `remat`
     return {**config, "pipeline": {**config["pipeline"], **starts, **chosen}}
+
+
+def with_placement(context: Context, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration with a plain value of `pipeline.placement`; every worker calls it at the same time.
+
+    Only replicas of several workers, on several nodes, need a choice. The first worker then asks the planner.
+    """
+    settings = Settings.from_config(config)
+    pipeline = settings.pipeline
+    if context.messenger is not None or context.world_size == pipeline.replicas or pipeline.replicas == 1:
+        return dict(config)
+
+    def choose(nodes: list[str]) -> str:
+        from ..planner.options import Options
+        from ..planner.planner import Planner
+
+        placement, said = str(pipeline.placement), f"placement {pipeline.placement}: as typed"
+        if placement == "auto":
+            if (node := len(nodes) // len({*nodes})) == len(nodes):
+                return "pipeline_inside"
+            with context.where.doing("choosing the placement on nodes"):
+                plan = Planner(settings, Options(node=node)).plan()
+            placement, said = plan.placement, plan.notes[-1]
+        context.emit({"kind": "message", "text": said})
+        return placement
+
+    placement = context.decide("placement", os.environ.get("GROUP_RANK", machine_id()), choose, CHOICE_SECONDS)
+    return {**config, "pipeline": {**config["pipeline"], "placement": placement}}
 
 
 def _free_memory(pipeline: PipelineConfig, context: Context) -> float:

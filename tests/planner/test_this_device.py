@@ -10,6 +10,7 @@ from own_plan import EVEN, ZEROS, planned
 
 from gpipe_cli.planner import planner
 from gpipe_cli.planner.measure.this_device import workers_on_a_gpu
+from gpipe_cli.planner.options import peak_flops
 from gpipe_cli.trainer import assembly
 
 OWN_TASK = "task._target_=own_plan.OwnTask"
@@ -33,6 +34,22 @@ def test_only_workers_of_this_machine_share_its_gpus(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert workers_on_a_gpu(checked().settings.pipeline, workers) == sharing
+
+
+@pytest.mark.parametrize(
+    ("name", "peaks"),
+    [
+        ("NVIDIA A100-SXM4-80GB", [19.5e12, 312e12]),
+        ("NVIDIA H100 80GB HBM3", [67e12, 989e12]),
+        ("NVIDIA H100 PCIe", [51e12, 756e12]),
+        ("NVIDIA L40S", [91.6e12, 362e12]),
+        ("Tesla P40", [12e12, None]),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", [None, None]),
+        ("NVIDIA A10G", [None, None]),
+    ],
+)
+def test_a_card_s_peak_is_known_by_torch_s_name_for_it(name: str, peaks: list[float | None]) -> None:
+    assert [peak_flops(name, half) for half in (False, True)] == peaks
 
 
 def test_each_gpu_s_free_memory_counts_once_communicators_exist_with_room_for_libraries(

@@ -76,6 +76,12 @@ def test_plain_progress_tells_the_first_step_the_last_and_not_too_many_between()
     assert len(lines) < 5
 
 
+def test_speed_is_shown_as_a_share_of_the_peak_where_it_is_known() -> None:
+    known = {**progress(1, 4), "flops_per_second": 395.6e12, "mfu": 0.4}
+    assert "  800 examples/s  MFU 40.0 %  396 TFLOP/s  bubble 20.0 %" in shown(known)
+    assert "  800 examples/s  bubble 20.0 %" in shown(progress(1, 4))
+
+
 def test_paths_are_relative_to_where_the_person_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert relative_paths(f"log: {tmp_path}/runs/x and /elsewhere") == "log: runs/x and /elsewhere"

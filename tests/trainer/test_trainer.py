@@ -53,7 +53,9 @@ def test_a_run_leaves_what_other_programs_rely_on(tmp_path: Path) -> None:
     assert shown == ["evaluation", *["evaluation", "samples"] * 2]  # an untrained model's translations show nothing
     steps = rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
-    assert {"loss", "lr", "grad_norm", "examples_per_second", "tokens_per_second", "bubble"} <= set(steps[0])
+    assert {"loss", "lr", "grad_norm", "examples_per_second", "tokens_per_second", "flops_per_second", "bubble"} <= set(
+        steps[0]
+    )
     assert [row["step"] for row in rows(tmp_path / "evaluations.jsonl")] == [0, 2, 4]
     summary = json.loads((tmp_path / "summary.json").read_text())
     needed = {"steps", "loss", "wall_seconds", "first_step_seconds", "cells", "parameters"}
