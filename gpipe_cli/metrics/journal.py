@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..config import Settings
 from ..data.images.source import SquareImages
 from ..data.source import Source
 from ..disk import DiskError, cannot_write, whole_file, write_whole, writing
-from ..partition.cut import Cut
 from ..pipeline.step import StepResult
 from ..schedule.schedule import StepSchedule
 from ..tasks.base import Task
@@ -25,6 +24,8 @@ from .trace import Recording, draw_step, trace
 from .trackers import TensorBoard, Tracking
 
 CLASSES, AUGMENTED = "classes.json", "augmented.png"
+Table: TypeAlias = Sequence[Mapping[str, Any]]
+Flops: TypeAlias = float | None
 SHOWN = 25  # images
 
 
@@ -48,11 +49,11 @@ class Notices:
     def preparation(self, text: str, done: int, total: int) -> None:
         self._emit({"kind": "preparation", "text": text, "done": done, "total": total})
 
-    def cells(self, table: Sequence[Mapping[str, Any]]) -> None:
+    def cells(self, table: Table) -> None:
         """Reports the table of the K cells."""
         self._emit({"kind": "cells", "rows": [dict(row) for row in table]})
 
-    def open(self, progress: Progress, schedule: StepSchedule, cut: Cut, peak: float | None) -> None: ...
+    def open(self, progress: Progress, schedule: StepSchedule, table: Table, flops: Flops, peak: Flops) -> None: ...
     def step(self, progress: Progress, result: StepResult, done: float | None) -> None: ...
     def evaluation(self, progress: Progress, result: Evaluation) -> None: ...
     def augmented(self, source: Source | None) -> None: ...
@@ -84,20 +85,21 @@ class Journal(Notices):
         self._predicted_bubble, self._shares_of_step = math.nan, dict[str, float]()  # as last simulated
         self._warned: set[Path] = set()  # of files that cannot be written
 
-    def open(self, progress: Progress, schedule: StepSchedule, cut: Cut, peak: float | None) -> None:
+    def open(self, progress: Progress, schedule: StepSchedule, table: Table, flops: Flops, peak: Flops) -> None:
         """Opens the files. It is called when nothing can refuse the run any more.
 
         Args:
             progress: beginning of the run. Lines of later steps, from a run that was killed after its last checkpoint,
                 are removed, and those of an evaluation that is made again.
-            cut: the cells, and the model's FLOPs.
+            table: the table of the cells.
+            flops: FLOPs of a micro-batch's forward; None where they are not counted.
             peak: FLOP/s that all devices could reach together; None where it is not known.
 
         Raises:
             DiskError: they cannot be written.
         """
         self._emit({"kind": "begun"})
-        self._schedule, self._table, self._flops, self._peak = schedule, cut.table, cut.flops, peak
+        self._schedule, self._table, self._flops, self._peak = schedule, table, flops, peak
         again = progress.evaluation_due or progress.step in (0, self._steps)
         self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", progress.step)
         self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", progress.step - again)

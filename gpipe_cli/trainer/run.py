@@ -91,7 +91,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     trainer = assemble_training(context, config, assembly, journal, resumed)
     if world.device.type == GPU and not (settings.precision.tf32 or settings.precision.autocast):
         journal.message("float32 runs without TF32; precision.tf32=true is faster and rounds factors to 10 bits")
-    journal.open(trainer.progress, assembly.pipeline.schedule, assembly.pipeline.cut, peak_of_devices(assembly))
+    cut = assembly.pipeline.cut
+    journal.open(trainer.progress, assembly.pipeline.schedule, cut.table, cut.flops, peak_of_devices(assembly))
     if trainer.progress.step == 0:
         journal.augmented(assembly.source)
     with hangs_told(context, settings.launch.hang_minutes):
