@@ -18,6 +18,7 @@ SMALL = {
     "emulated": "--K 2 --M 2 --seconds 0.02 --repetitions 1",
     "overhead": "--sizes tiny --repetitions 2",
     "concepts": "",
+    "largest": "--quick",
     "receives": "--quick",
     "quality": "--quick --jobs transformer_lm_small",
     "starts": "--quick",

@@ -1,11 +1,9 @@
 """Tests that training with cells' state in a file has the bits of training in memory."""
 
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from inline_run import train_inline
 from processes import TRAIN
 from refusals import refusal_of
 
+from benchmarks.largest import memory_group
 from gpipe_cli.checkpoint.files import step_directory
 from gpipe_cli.launch.supervisor import Job, launch
 
@@ -63,26 +62,6 @@ def test_workers_and_replicas_have_the_same_bits(tmp_path: Path) -> None:
     assert not changed(saved(tmp_path / "file", 3), saved(tmp_path / "memory", 3))
 
 
-@contextmanager
-def memory_limit(size: int) -> Iterator[Path]:
-    """Makes a memory cgroup; yields the file to which a process writes its number to join."""
-    for folder, key in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
-        group = Path(folder) / f"gpipe-test-{os.getpid()}"
-        try:
-            group.mkdir()
-            (group / key).write_text(str(size))
-        except OSError:
-            with suppress(OSError):
-                group.rmdir()
-            continue
-        try:
-            yield group / "cgroup.procs"
-        finally:
-            group.rmdir()
-        return
-    pytest.skip("this process may not make a memory cgroup")
-
-
 @pytest.mark.slow(2)
 @pytest.mark.timeout(1200)
 def test_a_model_of_950_megabytes_trains_in_800_of_which_python_takes_half(tmp_path: Path) -> None:
@@ -90,10 +69,14 @@ def test_a_model_of_950_megabytes_trains_in_800_of_which_python_takes_half(tmp_p
     words = [*TINY, *ALONE, *sizes, "pipeline.M=2", "trainer.average=null", "optimizer=adam", "trainer.steps=1"]
     words += ["trainer.evaluate_every=null", "trainer.evaluate_first=false", "task.generation=null"]
     words += ["launch.inline=true", f"hydra.run.dir={tmp_path / 'run'}"]
-    with memory_limit(800 << 20) as members:
+    with ExitStack() as stack:
+        try:
+            prefix = stack.enter_context(memory_group(800 << 20))
+        except PermissionError as error:
+            pytest.skip(str(error))
 
         def train(*more: str) -> "subprocess.CompletedProcess[str]":
-            typed = ["sh", "-c", f'echo $$ > {members} && exec "$@"', "sh", sys.executable, *TRAIN, *words, *more]
+            typed = [*prefix, sys.executable, *TRAIN, *words, *more]
             return subprocess.run(typed, capture_output=True, text=True)
 
         assert "take 1.0 GB; there are 0.8 GB" in train().stderr
