@@ -15,7 +15,7 @@ import subprocess
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -62,7 +62,8 @@ def train(L: int, words: Sequence[str], size: int | None) -> Row | None:
         words: further words of gpipe-train.
         size: bytes of the memory cgroup; None: no limit.
     """
-    with memory_group(size) if size else nullcontext([]) as prefix, TemporaryDirectory() as folder:
+    group: AbstractContextManager[list[str]] = memory_group(size) if size else nullcontext([])
+    with group as prefix, TemporaryDirectory() as folder:
         typed = [*f"{MODEL} {RUN} {QUIET} model.L={L} hydra.run.dir={folder}/run".split(), *words]
         command = [*prefix, sys.executable, "-m", "gpipe_cli.commands.train", *typed]
         ended = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
