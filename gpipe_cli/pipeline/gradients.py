@@ -191,7 +191,7 @@ def begin_sum(flat: Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
     share = -(-wired.numel() // replicas)
     if replicas <= 2:
         padded = mine = wired
-        work = dist.all_reduce(wired, group=group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(wired, group=group, async_op=True)
     else:
         padded = torch.cat([wired, wired.new_zeros(share * replicas - wired.numel())])
         mine = torch.empty_like(padded)
