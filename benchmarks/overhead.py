@@ -171,9 +171,7 @@ def with_workers(workers: int) -> Row:
     words = ["model._target_=benchmarks.chosen.linears", f"model.widths={[4] * (workers + 1)}", "pipeline.cost=flops"]
     words += ["data._target_=benchmarks.chosen.Zeros", "data.inputs=4", "data.outputs=4", "data.batch_size=8"]
     words += [f"pipeline.K={workers}", f"pipeline.workers={workers}", "task._target_=torch.nn.functional.mse_loss"]
-    row: Row = run_workers(
-        "benchmarks.overhead:start", workers, plain(composed("train", words)), ["benchmarks.overhead"]
-    )
+    row: Row = run_workers("benchmarks.overhead:start", workers, plain(composed("train", words)))
     return row
 
 

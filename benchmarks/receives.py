@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common import Row, parser, report
+from gpipe_cli.benchmarks.tables.throughput import cost_durations
 from gpipe_cli.config import ROUND_ROBIN
 from gpipe_cli.schedule.early import post_early
 from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.posting import post_when_sent
 from gpipe_cli.schedule.schedule import kept_graphs, schedule
-from gpipe_cli.schedule.simulate import cost_durations, simulate
+from gpipe_cli.schedule.simulate import simulate
 
 WORKERS, M, TRANSFERS = 8, 32, (0.1, 0.25, 0.45)
 POSTS: dict[str, Callable[[Any], Any]] = {

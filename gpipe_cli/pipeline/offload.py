@@ -169,7 +169,8 @@ class HostMemory:
         memory = mmap.mmap(-1, -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE)
         if self.device.type == "cuda":
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            if error := int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)):
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's own
+            if error := int(runtime.cudaHostRegister(address, len(memory), 0)):
                 raise ConfigurationError(
                     f"pipeline.offload=true: the host cannot lock {len(memory) / 1e9:.1f} GB more of its memory for "
                     f"weights or gradients of a cell (CUDA error {error}): see `ulimit -l`, or use more machines"
