@@ -52,8 +52,8 @@ from .arguments import (
 from .failures import Signals, describe, failed_there
 from .saved import options_of, packed, set_options, unpacked
 
-_NOT_OFFERED: dict[str, Any] = {"devices": None, "memory": None, "auto": [], "offload": False, "offload_dir": None}
-_NOT_OFFERED |= {"placement": "pipeline_inside"}
+_NOT_OFFERED: dict[str, Any] = {"worker_devices": None, "memory": None, "auto": []}
+_NOT_OFFERED |= {"offload": False, "offload_dir": None, "placement": "pipeline_inside"}
 _NOT_OFFERED |= dict.fromkeys(("sync_batchnorm", "compile", "shard_optimizer"), False)
 
 
