@@ -23,7 +23,7 @@ def writing_cache(cache: Path) -> AbstractContextManager[None]:
     return writing(cache, "set data.cache_dir or GPIPE_CACHE to a folder with room", chosen=True)
 
 
-def made(path: Path, make: Callable[[Path], None], read: Callable[[Path], T], report: Report = no_report) -> T:
+def get_or_make(path: Path, make: Callable[[Path], None], read: Callable[[Path], T], report: Report = no_report) -> T:
     """Returns read(path). If the file is missing or damaged, one process makes it first by `make(draft)`."""
     with suppress(Exception):  # a damaged file raises errors of a dozen types
         return read(path)

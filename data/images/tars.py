@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ...disk import cache_folder, refuse_pointer
 from ...errors import ConfigurationError
-from ..cache import made, writing_cache
+from ..cache import get_or_make, writing_cache
 from ..source import Report, fingerprint_of
 from ..tree import in_short, refuse_dead_links, visible_entries
 from .files import ImageFiles
@@ -74,7 +74,7 @@ def read_tars(tars: Sequence[Path], report: Report, known: Sequence[str] | None 
     states = [(str(tar.resolve()), tar.stat().st_size, tar.stat().st_mtime_ns) for tar in tars]
     kept = cache_folder(None) / "tars" / f"{fingerprint_of(repr([states, SUFFIXES, CLASS]).encode())}.npy"
     with writing_cache(kept.parent):
-        index = made(kept, lambda draft: np.save(draft, _index(tars, report)), np.load, report)
+        index = get_or_make(kept, lambda draft: np.save(draft, _index(tars, report)), np.load, report)
     if not len(index):
         raise ConfigurationError(f"{in_short([str(tar) for tar in tars])}: no image in it ({', '.join(SUFFIXES)})")
     return ImagesInTars(tars, index, known)

@@ -18,7 +18,7 @@ from hydra.utils import get_object
 
 from ...config import Settings
 from ...cpu import processor_name
-from ...data.cache import made, writing_cache
+from ...data.cache import get_or_make, writing_cache
 from ...disk import cache_folder
 from ...factory.build import boundary_type_of, build_autocast, build_task
 from ...gpus import GPU
@@ -90,7 +90,7 @@ def profiled(
     elif not may_measure:
         raise CostError("that would take long")
     with writing_cache(file.parent):
-        return made(file, write, lambda path: read_json(path, ModelProfile))
+        return get_or_make(file, write, lambda path: read_json(path, ModelProfile))
 
 
 def _source(target: str) -> str:
