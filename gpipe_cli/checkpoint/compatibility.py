@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ..typed_section import flat, shown, typed, unknown_key
-from .files import CheckpointError, CheckpointInfo, Json, is_named, sha256_of, shorten
+from .files import CheckpointError, CheckpointInfo, Json, matches_any, sha256_of, shorten
 
 if TYPE_CHECKING:
     from ..data.source import Source
@@ -81,7 +81,7 @@ def differences(
         is_null = all(value in (NOT_SET, None) for value in pair)
         same = same or (key.startswith(("data.", "pipeline.")) and is_null)  # a newer key
         same = same or (key == "pipeline.schedule" and SCHEDULES_FROM_THE_LAST.issuperset(pair))
-        if not (same or is_named(key, patterns) or (key in SAME_BITS and SAME_BITS[key].issuperset(pair))):
+        if not (same or matches_any(key, patterns) or (key in SAME_BITS and SAME_BITS[key].issuperset(pair))):
             found[key] = pair
     return found
 
@@ -132,14 +132,14 @@ def refuse_unknown(changes: Sequence[str], new: Mapping[str, Json], info: Checkp
     """
     known = [*new, *flat(new), *({} if info is None else flat(info.state.configuration))]
     for pattern in changes:
-        if not any(is_named(key, [pattern]) for key in known):
+        if not any(matches_any(key, [pattern]) for key in known):
             raise CheckpointError(f"checkpoint.allow_changes=[{pattern}]: {unknown_key(pattern, known)}")
 
 
 def vocabulary_sizes(info: CheckpointInfo, new: Mapping[str, Json]) -> dict[str, tuple[Json, Json]]:
     """Returns the sizes of vocabularies that differ: key -> (saved, new). Weights of one do not fit the other."""
     now = flat(new)
-    sizes = {key: size for key, size in flat(info.state.configuration).items() if is_named(key, VOCABULARIES)}
+    sizes = {key: size for key, size in flat(info.state.configuration).items() if matches_any(key, VOCABULARIES)}
     return {key: (size, now[key]) for key, size in sizes.items() if now.get(key, size) != size}
 
 
@@ -162,7 +162,7 @@ def require_same_data(info: CheckpointInfo, source: Source | None, allow_changes
     """
     require_same_vocabularies(info, vocabularies(source))
     saved, now = info.state.data_fingerprint, None if source is None else source.fingerprint()
-    if None not in (saved, now) and saved != now and not is_named("data", allow_changes):
+    if None not in (saved, now) and saved != now and not matches_any("data", allow_changes):
         raise CheckpointError(
             f"{info.path} was trained on other data than there are now: {_advice(info)}\n"
             + _how_to_allow([*allow_changes, "data"])

@@ -418,8 +418,8 @@ def require_writable_as_json(name: str, value: Json) -> None:
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-def is_named(name: str, patterns: Iterable[str]) -> bool:
-    """Returns whether a pattern matches a dotted name or a section that contains it."""
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Returns whether one of the patterns, as `model.*`, matches a dotted name or a section that contains it."""
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
 
 

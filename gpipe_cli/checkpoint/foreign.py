@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from ..disk import refuse_pointer
 from ..json_files import read_json
-from .files import CheckpointError, is_named, shorten
+from .files import CheckpointError, matches_any, shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,9 +175,9 @@ def match_names(
     taken = {name: saved_name for saved_name, name in _renamed(model, saved, path).items() if name in model}
     for group in aliases:
         if given := next((taken[name] for name in group if name in taken), None):
-            _refuse_untied([taken[n] for n in group if n in taken and not is_named(n, left_out)], saved, path)
+            _refuse_untied([taken[n] for n in group if n in taken and not matches_any(n, left_out)], saved, path)
             taken |= dict.fromkeys((name for name in group if name in model and name not in taken), given)
-    wanted = [name for name in model if not is_named(name, left_out)]
+    wanted = [name for name in model if not matches_any(name, left_out)]
     known = set(taken.values())
     shapes = {
         name: f"{name} is {list(saved[taken[name]].shape)}, this model's {list(model[name])}"
@@ -187,7 +187,7 @@ def match_names(
     faults = {
         "names of this model are not in it": {name: name for name in wanted if name not in taken},
         "of its names are not in this model": {
-            name: name for name in saved if name not in known and not is_named(name, left_out)
+            name: name for name in saved if name not in known and not matches_any(name, left_out)
         },
         "have other shapes": shapes,
     }
@@ -225,19 +225,21 @@ def _refuse_untied(names: Sequence[str], saved: Mapping[str, SavedTensor], path:
 def _renamed(model: Collection[str], saved: Collection[str], path: Path) -> dict[str, str]:
     """Returns saved name -> name in the model: the same, or with one first part more or less if more names then fit.
 
-    Parts that torch's wrappers put into names, such as ``module._orig_mod.``, are dropped.
+    So a file of `encoder.weight` fits a model of `model.encoder.weight`, and the other way round. Parts that torch's
+    wrappers put into names, such as ``module._orig_mod.``, are dropped.
 
     Raises:
         CheckpointError: the file holds the whole model twice, under other first parts.
     """
     known, bare = set(model), {name: WRAPPERS.sub("", name) for name in saved}
-    of_model = sorted({f"{name.partition('.')[0]}." for name in model})
-    of_file = sorted({f"{name.partition('.')[0]}." for name in bare.values() if "." in name})
+    first_parts = sorted({f"{name.partition('.')[0]}." for name in model})
+    saved_first_parts = sorted({f"{name.partition('.')[0]}." for name in bare.values() if "." in name})
     candidates = [{name: name for name in saved}, bare]
-    candidates += [{name: own if own in known else part + own for name, own in bare.items()} for part in of_model]
-    candidates += [{name: own.removeprefix(part) for name, own in bare.items()} for part in of_file]
-    by_own = [{own: name for name, own in candidate.items() if own in known} for candidate in candidates]
-    whole = [found for found in by_own if len(found) == len(known)]  # which have all names of the model
+    candidates += [{name: own if own in known else part + own for name, own in bare.items()} for part in first_parts]
+    candidates += [{name: own.removeprefix(part) for name, own in bare.items()} for part in saved_first_parts]
+    # Two candidates that have all names of the model, from other saved names, are two models in one file.
+    reversed_candidates = [{own: name for name, own in candidate.items() if own in known} for candidate in candidates]
+    whole = [found for found in reversed_candidates if len(found) == len(known)]
     if other := next((found for found in whole if found != whole[0]), None):
         name = next(own for own in other if other[own] != whole[0][own])
         raise CheckpointError(

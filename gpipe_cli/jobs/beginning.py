@@ -57,7 +57,7 @@ def with_checkpoint(prepared: Prepared, run_dir: Path, console: Console) -> dict
         config, paths["resume"] = _as_begun(config, resumed), str(resumed.path.absolute())
         with resumed.named():
             Settings.from_config(config)  # what it says in place of `auto` may be no value
-        if resumed.state.vocabularies and checkpoints.is_named("data", section.allow_changes):
+        if resumed.state.vocabularies and checkpoints.matches_any("data", section.allow_changes):
             config = {**config, "data": with_vocabulary(config["data"], resumed)}
     elif section.init_from is not None:
         begun = _begun_with(Path(section.init_from).expanduser(), prepared, console)

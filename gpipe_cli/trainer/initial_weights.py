@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.compatibility import differences, other_vocabulary, vocabularies
-from ..checkpoint.files import CheckpointError, CheckpointInfo, is_named, open_checkpoint, shorten
+from ..checkpoint.files import CheckpointError, CheckpointInfo, matches_any, open_checkpoint, shorten
 from ..checkpoint.foreign import SavedTensor, match_names, open_foreign, weight_files
 from ..checkpoint.layer_state import named_tensors, open_run
 from ..layers import own_name
@@ -41,7 +41,7 @@ def begin_with_weights(assembly: Assembly, journal: Notices) -> None:
     aliases = [*tied.values(), *world.gather_from_workers(shared_names(own))]
     match = match_names(model, saved, aliases, left_out, path)
     for pattern in left_out:
-        if not any(is_named(name, [pattern]) for name in (*model, *saved)):
+        if not any(matches_any(name, [pattern]) for name in (*model, *saved)):
             journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {path}")
     converted = world.all_gather(load_matched(own, saved, match, path))
     kinds = dict.fromkeys(f"; {kind}" for kinds in converted for kind in kinds)
