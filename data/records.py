@@ -62,15 +62,16 @@ def _messages(catalogue: Any) -> Iterator[Row]:
     The form for the number 1 has the singular as its msgid, wherever it stands.
     """
     try:
-        of_one = gettext.c2py(catalogue.plural_expr)(1)
+        form_of_one = gettext.c2py(catalogue.plural_expr)(1)
     except ValueError:
-        of_one = 0
+        form_of_one = 0
     for message in catalogue:
-        ids, texts = (one if isinstance(one, (tuple, list)) else (one,) for one in (message.id, message.string))
-        for number, text in enumerate(texts) if ids[0] else ():  # without an id it is the header
-            singular = number == of_one and len(texts) > 1
-            sides = {"msgid": ids[0] if singular else ids[-1], "msgstr": "" if message.fuzzy else text or ""}
-            yield sides | {"comment": " ".join(message.auto_comments)}
+        # With plural forms the id is (singular, plural), and there is one text for each form.
+        ids, texts = (text if isinstance(text, (tuple, list)) else (text,) for text in (message.id, message.string))
+        for form, text in enumerate(texts) if ids[0] else ():  # without an id it is the header
+            msgid = ids[0] if form == form_of_one and len(texts) > 1 else ids[-1]
+            msgstr = "" if message.fuzzy else text or ""
+            yield {"msgid": msgid, "msgstr": msgstr, "comment": " ".join(message.auto_comments)}
 
 
 def _tmx(file: BinaryIO) -> Iterator[Row]:

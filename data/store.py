@@ -105,10 +105,9 @@ class Store:
 
         The ids are not read, because there may be very many. A change that keeps all these numbers is not noticed.
         """
-        files = (self.folder / name for name in sorted(FILES))
-        vocabularies = [path.read_bytes() for path in files if path.is_file()]
-        numbers = json.dumps([self.block, {code: asdict(of) for code, of in self.languages.items()}]).encode()
-        return fingerprint_of(numbers, *vocabularies)
+        vocabularies = [path.read_bytes() for name in sorted(FILES) if (path := self.folder / name).is_file()]
+        summaries = {code: asdict(summary) for code, summary in self.languages.items()}
+        return fingerprint_of(json.dumps([self.block, summaries]).encode(), *vocabularies)
 
     def blocks(self) -> list[list[int]]:
         """Returns, for each language, the number of pairs in each of its blocks."""
@@ -127,9 +126,10 @@ class Store:
 
     def gather(self, pairs: Numbers) -> tuple[list[Tokens], list[Tokens]]:
         """Returns the ids of each pair's source and of each pair's target."""
-        bounds = [self._ends[2 * pairs + place].tolist() for place in range(3)]
-        source, target = (zip(bounds[side], bounds[side + 1], strict=True) for side in (0, 1))
-        return [self._ids[first:last] for first, last in source], [self._ids[first:last] for first, last in target]
+        # All texts lie one behind the other: source, target, source, target, ...
+        starts, middles, stops = (self._ends[2 * pairs + place].tolist() for place in range(3))
+        sources = [self._ids[first:last] for first, last in zip(starts, middles, strict=True)]
+        return sources, [self._ids[first:last] for first, last in zip(middles, stops, strict=True)]
 
     def held_out(self, split: str) -> Iterator[HeldOutSample]:
         """Yields all held-out sentences of "dev" or "test", language after language, without their ids."""

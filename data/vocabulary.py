@@ -241,7 +241,10 @@ AnyVocabulary = Vocabulary | TokenizerFile
 
 
 def vocabulary_file(folder: Path, side: str = "source") -> Path:
-    """Returns the file in a folder that holds the vocabulary of a text, or of one side of pairs."""
+    """Returns the path of a folder's vocabulary: of a text, or of one side of pairs.
+
+    Where there is none, it is the path of a missing file, which the error of whoever reads it then names.
+    """
     names = (f"{side}.model", f"{side}.json", *FILES)
     return next((folder / name for name in names if (folder / name).is_file()), folder / SOURCE)
 

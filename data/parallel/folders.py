@@ -106,7 +106,7 @@ def find_pairs(
     folder = Path(root or "").expanduser()
     refuse_dead_links([folder])
     seen = [] if root is None else [Path(file) for file in files_below(folder, _NAME.match)]
-    found = [*_found(folder, seen, target, only, named)]
+    found = [*_pairs_among(folder, seen, target, only, without=named)]
     for split, files in named.items():
         found += _named(folder.absolute(), split, files, target)
     pairs: dict[tuple[str, str, Path], PairFiles] = {}
@@ -163,7 +163,8 @@ def pairs_to_test(path: Path, target: str, only: str | None, columns: Sequence[s
     folder, seen = path, [Path(file) for file in files_below(path, _NAME.match)]
     if path.is_file():
         folder, seen = path.parent, [path]
-    found = [*_found(folder, seen, target, only, ())] or [*_of_any_name(path, target, only)]
+    # Files are found by the names of LAYOUTS; a single file that has none of these may have any name.
+    found = [*_pairs_among(folder, seen, target, only, without=())] or [*_of_any_name(path, target, only)]
     if not found:
         raise ConfigurationError(f"test={path}: no pairs of texts into '{target}'. Expected {LAYOUTS}")
     chosen = [pair for pair in found if pair.split == "test"] or found
@@ -199,13 +200,17 @@ def _of_any_name(path: Path, target: str, only: str | None) -> Iterator[PairFile
 
 
 def _named(folder: Path, split: str, files: Files, target: str) -> Iterator[PairFiles]:
-    """Yields the corpora of one split whose files are named by `data.<split>`."""
+    """Yields the corpora of one split whose files are named by `data.<split>`.
+
+    Each name is a file of the source side or a table, a glob of such files, or a pair [SOURCE, TARGET]. Beside a file
+    of the source side lies the target's: `_other` finds it by its name.
+    """
     for language, names in files.items():
         key = f"data.{split}.{language}"
         if language == target:
             raise ConfigurationError(f"{key}: '{language}' is data.target: name the files by the other language")
         for name in [names] if isinstance(names, str) else names:
-            if not isinstance(name, str):
+            if not isinstance(name, str):  # [SOURCE, TARGET]
                 source, other = (_matching(folder, side, key)[0] for side in name)
                 yield PairFiles(language, split, source, other)
                 continue
@@ -248,7 +253,7 @@ def _plain_or_packed(path: Path) -> Path | None:
 # -- files that are found ----------------------------------------------------------------------------------------------
 
 
-def _found(
+def _pairs_among(
     root: Path, paths: Iterable[Path], target: str, only: str | None, without: Collection[str]
 ) -> Iterator[PairFiles]:
     """Yields the corpora among files: pairs of a side and the other beside it, and tables.

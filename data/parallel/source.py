@@ -86,8 +86,10 @@ class ParallelTextSource(PairSource):
         self._cache_dir, self._workers, self._share, self._columns = cache_dir, preparation_workers, held_out, columns
         given = {"train": train, "dev": dev, "test": test}
         self._files = {split: files for split, files in given.items() if files is not None}
-        own = _files_of(tokenizer, (source_vocabulary, target_vocabulary))
-        shared = shared_vocabulary if own == (None, None) else own[0] == own[1]
+        pieces = source_vocabulary, target_vocabulary
+        tokenizers = _files_of(tokenizer, pieces)
+        # Vocabularies that are given are shared if they are one file, whatever shared_vocabulary says.
+        shared = shared_vocabulary if tokenizers == (None, None) else tokenizers[0] == tokenizers[1]
         if shared_vocabulary and not (shared and source_vocabulary == target_vocabulary):
             raise ConfigurationError(
                 "data.shared_vocabulary=true is one vocabulary for both sides: use one number for "
@@ -95,9 +97,8 @@ class ParallelTextSource(PairSource):
             )
         chosen = languages if pair is None else [pair]
         wanted = None if chosen is None else tuple(chosen)
-        pieces = source_vocabulary, target_vocabulary
-        how = (pieces, shared, character_coverage, smaller_vocabulary, normalization, own)
-        self.text = ParallelText(root, wanted, target, *how, max_length, corpus_seed)
+        vocabularies = (pieces, shared, character_coverage, smaller_vocabulary, normalization, tokenizers)
+        self.text = ParallelText(root, wanted, target, *vocabularies, max_length, corpus_seed)
 
     def prepare(self, report: Report) -> None:
         """Prepares the text unless it is in the cache, opens it, and warns of its defects.

@@ -117,12 +117,14 @@ class TextFilesSource(WindowSource, PreparedSource):
         Raises:
             ConfigurationError: files are missing or no text, or there is too little text.
         """
-        files, held_out = self._found()
+        files, held_out = self._files()
+        # A share of the documents is held out only where no whole files are.
         form = replace(self.form, held_out=0.0) if held_out else self.form
         store = self._opened(form, files, held_out, report)
         self._use(store)
         self._training, self._held_out = store.train, store.dev
         self.eos_id = store.source_vocabulary.eos_id
+        # A vocabulary that was trained here may have become smaller than asked for.
         trained = {"vocabulary": (self._vocabulary, store.source_vocabulary)} if self.form.tokenizer is None else {}
         documents = store.description["documents"]
         self._warn(f"text: {documents:,} documents are used: lines", trained)
@@ -134,7 +136,7 @@ class TextFilesSource(WindowSource, PreparedSource):
                 "data.document=line if each line is a document"
             )
 
-    def _found(self) -> tuple[list[Path], list[Path]]:
+    def _files(self) -> tuple[list[Path], list[Path]]:
         """Returns the files to train on, and those that are held out as a whole; logs which are neither."""
         splits = find_texts(self._root, "data.root", self._pattern)
         files, held_out, others = (splits.get(split, []) for split in ("train", "dev", "test"))
