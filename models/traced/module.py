@@ -176,10 +176,11 @@ class Called(nn.Module):
         return self.module(**named, **masks, **more)
 
     def _scaled(self, images: Tensor, mean: Sequence[float]) -> Tensor:
+        """Returns (images / 255 − mean) / std by channel, for images of bytes, in the type of the module's weights."""
         shape = (1, -1, *([1] * (images.dim() - 2)))
         dtype = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
-        middle, deviation = (torch.tensor(list(c), dtype=dtype).view(shape) for c in (mean, self.call.std))
-        return (images.to(dtype) / 255 - middle.to(images.device)) / deviation.to(images.device)
+        means, deviations = (torch.tensor(list(c), dtype=dtype).view(shape) for c in (mean, self.call.std))
+        return (images.to(dtype) / 255 - means.to(images.device)) / deviations.to(images.device)
 
 
 def output_of(answer: Any, wanted: str | int | None) -> Tensor:
@@ -191,8 +192,9 @@ def output_of(answer: Any, wanted: str | int | None) -> Tensor:
     tensors = dict(_named_tensors(answer))
     if wanted is None and tensors:
         return tensors[min(tensors, key=lambda name: name.count("."))]
-    found = tensors.get(str(wanted), getattr(answer, str(wanted), None))
-    if not isinstance(found, Tensor) or wanted is None:
+    # By attribute, too: the fields of a named tuple are listed by number, and properties are not listed.
+    found = None if wanted is None else tensors.get(str(wanted), getattr(answer, str(wanted), None))
+    if not isinstance(found, Tensor):
         named = f"the tensors {', '.join(tensors)}" if any(tensors) else f"a {type(answer).__name__}"
         raise CallError(f"model.output={'null' if wanted is None else wanted}: the module returns {named}: name one")
     return found

@@ -52,7 +52,7 @@ class OwnFunction:
 def own_backward_kept() -> Iterator[None]:
     """Traces each call of a user's `torch.autograd.Function` as one opaque operation, so that its backward is kept.
 
-    `functions[operation]` calls the function.
+    Afterwards `functions` (above) has, for each such operation, what the layers call in its place: the user's function.
     """
     with patch.object(Function, "apply", classmethod(_apply)):
         yield

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -26,11 +26,10 @@ Part = tuple[Sequence[fx.Node], Sequence[fx.Node]]  # nodes of the training grap
 
 def compiled(graph: fx.Graph, layer: str) -> Forward:
     """Compiles a graph to a function; its first argument is the layer, which holds the tensors."""
-    made = graph.python_code(root_module="self")
-    namespace = dict(made.globals)
-    exec(compile(made.src, f"<layer {layer}>", "exec"), namespace)
-    forward: Forward = namespace["forward"]
-    return forward
+    code = graph.python_code(root_module="self")
+    namespace = dict(code.globals)
+    exec(compile(code.src, f"<layer {layer}>", "exec"), namespace)  # defines forward()
+    return cast(Forward, namespace["forward"])
 
 
 @dataclass(frozen=True)

@@ -143,20 +143,23 @@ def _traced(
         export: function that exports the module for training and for evaluation, which may change it.
     """
     module = called.module
-    first: dict[int, str] = {}
+    first_name: dict[int, str] = {}  # id of a tensor -> the first of its names; the others are its aliases
     parameters = [*nn.Module.named_parameters(module, remove_duplicate=False)]  # the class may have one of its own
     named: list[tuple[str, Tensor]] = [*parameters, *nn.Module.named_buffers(module, remove_duplicate=False)]
     for name, tensor in named:
-        first.setdefault(id(tensor), name)
+        first_name.setdefault(id(tensor), name)
     with torch.device("meta"):
-        held = {name: without_values(tensor) for name, tensor in named if first[id(tensor)] == name}
-    aliases = {name: first[id(tensor)] for name, tensor in named if name != first[id(tensor)]}
+        held = {name: without_values(tensor) for name, tensor in named if first_name[id(tensor)] == name}
+    aliases = {name: first_name[id(tensor)] for name, tensor in named if name != first_name[id(tensor)]}
     persistent = {*module.state_dict().keys()}
     programs, constants = export(), dict[str, Tensor]()
     graphs = training, evaluation = [flatten(p, aliases, parameters, constants) for p in programs]
     for name in [name for name, constant in constants.items() if isinstance(constant, FakeTensor)]:
+        # A fake constant is a tensor that is neither a parameter nor a buffer. Its values come from the constructor's
+        # operations, by its name; a parameter among them is frozen.
+        constant = constants.pop(name).detach()
         with torch.device("meta"):
-            held[name] = without_values(constant := constants.pop(name).detach())  # a parameter is frozen
+            held[name] = without_values(constant)
         if recording is None or not recording.name(name, constant):
             holders = [node for flat in graphs for node, held_name in flat.held.items() if held_name == name]
             users = [user for node in holders for user in node.users]
