@@ -275,11 +275,13 @@ class AmoebaCell(nn.Module):
         self.keep = 1 - min(1.0, step / max(1, steps)) * (1 - self.final_keep)
 
     def forward(self, inputs: Boundary) -> Boundary:
-        first = isinstance(inputs, Tensor)
+        """Computes the cell. The first cell gets a single tensor, the stem's output, and takes it for both inputs."""
         x, previous = (inputs, inputs) if isinstance(inputs, Tensor) else inputs
-        states = self._states(x, previous, first)
-        chosen = {f"h{state}": states[state] for state in self.genotype.concatenated}
-        output = torch.cat([self.shrink[n](state) if n in self.shrink else state for n, state in chosen.items()], 1)
+        states = self._states(x, previous, first=isinstance(inputs, Tensor))
+        chosen = {f"h{number}": states[number] for number in self.genotype.concatenated}
+        for name, shrink in self.shrink.items():  # in a reduction cell h0 and h1 are twice as high and wide as the rest
+            chosen[name] = shrink(chosen[name])
+        output = torch.cat([*chosen.values()], 1)
         return output if self.is_last else (output, x)
 
     def _states(self, x: Tensor, previous: Tensor, first: bool) -> list[Tensor]:
