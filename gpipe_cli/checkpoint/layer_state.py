@@ -122,19 +122,17 @@ def restore_layer(name: str, module: nn.Module, optimizer: Optimizer | None, sta
             tensor.copy_(saved[key])
     if optimizer is None:
         return
-    cpu = torch.device("cpu")
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for key, parameter in weights.items():
         optimizer.state.pop(parameter, None)
         if (values := state.optimizer.get(key)) and parameter in groups:
             on_device = any(groups[parameter].get(option) for option in ("capturable", "fused"))
-            optimizer.state[parameter] = {
+            restored: dict[str, object] = {}
+            for state_key, value in values.items():
                 # torch's own rule: step counters stay on the CPU unless the update runs in a fused or captured kernel
-                state_key: copied(value, cpu if state_key == "step" and not on_device else parameter.device)
-                if isinstance(value, Tensor)
-                else value
-                for state_key, value in values.items()
-            }
+                device = torch.device("cpu") if state_key == "step" and not on_device else parameter.device
+                restored[state_key] = copied(value, device) if isinstance(value, Tensor) else value
+            optimizer.state[parameter] = restored
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:

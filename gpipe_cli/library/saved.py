@@ -56,20 +56,24 @@ def options_of(optimizer: Optimizer | None, named: Iterable[tuple[str, Parameter
 
 
 def set_options(optimizer: Optimizer, named: Iterable[tuple[str, Parameter]], saved: Iterable[Any]) -> None:
-    """Gives the groups of an optimizer the options that `options_of` returned, of all processes, for their parameters.
+    """Sets the options of an optimizer's groups, as learning rates, to those that their parameters were saved with.
 
     Warns where the parameters of a group had different options, and leaves that group.
+
+    Args:
+        named: the parameters by the names under which they were saved.
+        saved: what `options_of` returned, of all processes together: (options, names of parameters) of each group.
     """
     names = {id(parameter): name for name, parameter in named}
     options = {name: packed_options for packed_options, own in saved for name in own}
     for group in optimizer.param_groups:
-        theirs = [options.get(names.get(id(parameter), "")) for parameter in group["params"]]
-        known = [one for one in theirs if one is not None]
+        saved_options = [options.get(names.get(id(parameter), "")) for parameter in group["params"]]
+        known = [one for one in saved_options if one is not None]  # of a parameter that was not saved there are none
         if any(one != known[0] for one in known):
             warnings.warn("the groups of the optimizer were others when it was saved: options stay", stacklevel=2)
             continue
         for name, value in unpacked(known[0]).items() if known else ():
-            if isinstance(group.get(name), Tensor):
+            if isinstance(group.get(name), Tensor):  # as lr with capturable=True: kernels read its memory
                 group[name].fill_(value)
             else:
                 group[name] = value

@@ -109,15 +109,18 @@ class Muon(SteppedByGroup):
 def orthogonal(matrices: Tensor, iterations: int) -> Tensor:
     """Returns matrices [n, a, b] with the same singular vectors, and singular values between about 0.7 and 1.2.
 
-    The type is bfloat16 where the device multiplies it fast, else the matrices' own.
+    An iteration (Newton-Schulz) maps every singular value s to a·s + b·s³ + c·s⁵ by products of matrices alone, which
+    are faster than finding the singular values. The type is bfloat16 where the device multiplies it fast, else the
+    matrices' own.
     """
     if not matrices.is_cpu or torch.cpu._is_avx512_bf16_supported():
         matrices = matrices.bfloat16()
     tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM)
+    x = matrices.mT if tall else matrices  # so that x xᵀ is the smaller of the two squares
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM)  # no singular value above 1
     a, b, c = COEFFICIENTS
     for _ in range(iterations):
         square = x @ x.mT
+        # a x + (b square + c square²) x
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
