@@ -371,11 +371,13 @@ class _Step:
 
         If the shapes are new, this first waits for the description that precedes the message.
         """
-        key, separate = (i.cell - 1, self.signatures[i.micro_batch]), 0
+        separate = 0  # how many of the last tensors get memory of their own
         if i.op is Op.RECEIVE_ACTIVATION:
+            key = (i.cell - 1, self.signatures[i.micro_batch])
             if key not in self.engine.messages:
                 self.engine.messages[key] = self.engine.transport.receive_spec(i.cell - 1)
-            separate = self.engine.n_targets + self.engine.messages[key].has_flags  # targets stay until the step ends
+            # Targets, behind which flags may lie, stay until the step ends: they would keep the whole message.
+            separate = self.engine.n_targets + self.engine.messages[key].has_flags
         assert self._receives is not None  # the list has receives
         wait = self._receives.take(i) or self._post(i)
         assert wait is not None  # its shapes are known by now

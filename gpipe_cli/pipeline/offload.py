@@ -91,6 +91,7 @@ class CellState:
     def moved(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Returns copies in the file, with the same strides. Copies of tensors that are not dense stay out of it."""
         tensors = [tensor.detach() for tensor in tensors]
+        # Where each tensor starts in the memory, all sizes rounded up; the last number is the size of the memory.
         starts = [*accumulate((-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors), initial=0)]
         memory, copies = self._file.mapped(starts[-1]), []
         for tensor, start in zip(tensors, starts, strict=False):

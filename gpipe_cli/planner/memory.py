@@ -175,7 +175,7 @@ class _Held:
         """Adds bytes of a kind that belong to ``place``, a (cell, micro-batch)."""
         self._parts[kind, place] = size
         self._now[kind] += size
-        self.run(0)
+        self.run(0)  # this may be the worst moment, even if nothing runs
 
     def drop(self, *parts: tuple[str, tuple[int, int]]) -> None:
         """Takes away what was added for each (kind, place)."""

@@ -49,7 +49,14 @@ def post_ahead(instructions: Sequence[Instruction]) -> Posts:
 
 
 def post_when_sent(lists: InstructionLists) -> list[Posts]:
-    """Returns for each worker which receives it posts before which instruction of its list."""
+    """Returns for each worker which receives it posts before which instruction of its list.
+
+    Runs the lists on the ideal machine of this file's beginning, from one end of computations to the next:
+
+    1. Workers whose computation ends now are in a gap and send the messages that stand next in their lists.
+    2. A message on its way is posted if its receiver is in a gap.
+    3. A gap ends, and the next computation begins, when what it has sent and what that computation awaits are posted.
+    """
     receivers = {i.awaited_message: (worker, i) for worker, each in enumerate(lists) for i in each}
     posts = [defaultdict[int, list[Instruction]](list) for _ in lists]
     positions = [0] * len(lists)  # of each worker's next instruction
@@ -58,20 +65,20 @@ def post_when_sent(lists: InstructionLists) -> list[Posts]:
     posted: set[Message | None] = {None}
     running = [(0, worker) for worker in range(len(lists))]  # end of the computation, worker
     while running:
-        now = running[0][0]
+        now = running[0][0]  # 1.
         while running and running[0][0] == now:
             worker = heapq.heappop(running)[1]
             messages = (instruction.sent_message for instruction in lists[worker][positions[worker] :])
             in_gap[worker] = [message for message in takewhile(bool, messages) if message]
             positions[worker] += len(in_gap[worker])
             under_way += in_gap[worker]
-        for message in under_way:
+        for message in under_way:  # 2.
             worker, receive = receivers[message]
             if worker in in_gap:
                 posts[worker][positions[worker]].append(receive)
                 posted.add(message)
         under_way = [message for message in under_way if message not in posted]
-        for worker, sent in list(in_gap.items()):
+        for worker, sent in list(in_gap.items()):  # 3.
             coming = list(takewhile(lambda i: i.op not in COMPUTE, lists[worker][positions[worker] :]))
             begin = positions[worker] + len(coming)
             if begin < len(lists[worker]) and posted.issuperset([*sent, *(i.awaited_message for i in coming)]):

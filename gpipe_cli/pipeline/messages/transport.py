@@ -130,6 +130,9 @@ class Transport:
         The function returns the message's tensors on the device. Its argument is how many of the last tensors get
         memory of their own, so that keeping them does not keep the whole message. It raises RuntimeError when the
         sender has ended, or sends nothing for too long.
+
+        Flags, the last tensor if there are any, say which tensors require a gradient. They stay on the CPU, which
+        reads them at once. From a GPU they come apart from the rest, so that they do not wait for it.
         """
         sender, direction = self._ranks[message.sender], message.direction
         works: list[dist.Work | None] = []
@@ -151,7 +154,7 @@ class Transport:
             tensors = list(unpack(content.to(self._device), spec))
             if flags is not None:
                 tensors.append(flags)
-            elif spec.has_flags:
+            elif spec.has_flags:  # from the message as it came, which is on the CPU
                 tensors[-1] = unpack(content, spec)[-1]
             split = len(tensors) - separate
             return (*tensors[:split], *(tensor.clone() for tensor in tensors[split:]))
