@@ -242,13 +242,16 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
 
 
 def _cast_weights(run: Run, inputs: Sequence[Tensor], module: nn.Module, autocast: Autocast) -> WeightCasts:
-    """Returns the weights that autocast casts once in a step, as a first run has shown."""
+    """Finds the weights that autocast casts once in a step, by a first run, which is not measured.
+
+    In a training step, too, the first micro-batch shows which these are; measured is one of the later micro-batches.
+    """
     casts = WeightCasts([module])
     with torch.no_grad(), autocast():
         if torch.is_autocast_enabled("cpu"):
             with casts.used():
                 run(*inputs)
-            _take_gathered(module)
+            _take_gathered(module)  # BatchNorm's statistics of this run do not count
     return casts
 
 

@@ -113,9 +113,11 @@ def update_seconds(settings: Settings) -> Callable[[str, TensorShape], float]:
     sharing = workers_on_a_gpu(pipeline, pipeline.planned_workers * pipeline.replicas)
 
     @cache
-    def of_key(key: GroupKey, shape: TensorShape) -> float:
-        numbers, (first, *others) = max(1, shape.numel), shape.shape or (1,)
-        sizes = [max(1, min(first, first * _UPDATED // numbers)), *others]
+    def seconds_of(key: GroupKey, shape: TensorShape) -> float:
+        """Times parameters of one shape with the settings ``key``, about `_UPDATED` numbers; returns one's seconds."""
+        numbers = max(1, shape.numel)
+        rows, *others = shape.shape or (1,)
+        sizes = [max(1, min(rows, rows * _UPDATED // numbers)), *others]  # some rows of a very large parameter
         together = max(1, min(_AT_ONCE, _UPDATED // numbers))
         weights = [nn.Parameter(torch.zeros(sizes, dtype=shape.dtype, device=device)) for _ in range(together)]
         averages = [weight.detach().clone() for weight in weights]
@@ -132,9 +134,10 @@ def update_seconds(settings: Settings) -> Callable[[str, TensorShape], float]:
 
         with as_worker(pipeline.threads), torch.no_grad():
             seconds = _seconds(update, enough=_SECONDS / 10)
+        # From one of those timed, which may be a part, to the whole parameter.
         return sharing * seconds / together * numbers / max(1, weights[0].numel())
 
-    return lambda name, shape: of_key(groups.key(name, shape.shape), shape)
+    return lambda name, shape: seconds_of(groups.key(name, shape.shape), shape)
 
 
 def _seconds(run: Callable[[], object], enough: float = _SECONDS) -> float:
