@@ -31,10 +31,10 @@ def processor_name() -> str:
     return next((name.strip() for key, _, name in lines if key.startswith("model name")), platform.machine())
 
 
-def compile_helpers(workers: int) -> dict[str, str]:
-    """Returns the environment that limits the processes with which each of a machine's workers compiles.
+def compile_environment(workers: int) -> dict[str, str]:
+    """Returns the environment variable that limits the processes with which each of a machine's workers compiles.
 
-    By default each would start up to 32.
+    torch.compile starts up to 32 for each worker by default. All workers together get about one for each core.
     """
     return {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, min(32, usable_cores() // workers)))}
 

@@ -132,7 +132,7 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """Returns a value as `typed`, shortened if it is long."""
+    """Returns a value as the command line writes it (`typed`), for messages: at most LONGEST_SHOWN characters."""
     text = typed(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 1]}…"
 

@@ -48,7 +48,13 @@ GLOBAL = ("experiment", "debug")  # groups whose files change keys of any sectio
 
 
 def count_folders(root: str | None, folder: str) -> int | str:
-    """Returns the number of folders of classes of images below ``root``; `MISSING` if there are none."""
+    """Returns the number of classes of images, which are folders below ``root`` (`${gpipe_folders:...}` in conf/data).
+
+    Without any it is `MISSING`, Hydra's mark of a value that must be given.
+
+    Args:
+        folder: name of the split's folder, as "train".
+    """
     return len(folders_in(class_folder(Path(root or os.devnull).expanduser(), folder))) or str(MISSING)
 
 

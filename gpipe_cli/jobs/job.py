@@ -96,7 +96,8 @@ def run_job(
     """Runs one job to its end, in the directory that Hydra has made.
 
     Args:
-        composed: without Hydra's own node.
+        composed: the configuration, without Hydra's own node.
+        program: what the workers run, and what is done with its result.
         started_at: time of the start by `time.monotonic`; each job of a sweep has its own.
         prepared: the same configuration, checked. None for a job of a sweep: it is checked here, so that the sweep's
             table records a refusal.
@@ -109,8 +110,8 @@ def run_job(
     """
     from gpipe_cli.terminal.console import Console  # imported late: rich is slow, and a refusal needs none of it
 
-    place = HydraConfig.get()
-    run_dir, is_sweep = Path(place.runtime.output_dir), place.mode == RunMode.MULTIRUN
+    hydra = HydraConfig.get()  # Hydra's own node: the directory, and whether this is a job of a sweep
+    run_dir, is_sweep = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
     if OmegaConf.select(composed, "verify.format") == "json":
         sys.stdout = sys.stderr  # standard output gets the report and nothing else
     logging.raiseExceptions = False  # a train.log that cannot be written prints no tracebacks between the lines
@@ -119,8 +120,8 @@ def run_job(
     mode = OmegaConf.select(composed, "logging.console")
     with Console(every, mode, silent=not torchrun.is_first(), brief=is_sweep) as console:
         if is_sweep:
-            words = " ".join(word.lstrip("+") for word in place.overrides.task)
-            console.say(f"\njob {place.job.num}  {words}")
+            words = " ".join(word.lstrip("+") for word in hydra.overrides.task)
+            console.say(f"\njob {hydra.job.num}  {words}")
         try:
             with sole_writer(run_dir), record:
                 prepared = prepared or prepare(composed)

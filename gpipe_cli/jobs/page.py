@@ -32,7 +32,13 @@ Row = Mapping[str, Any]
 
 
 def write_page(folder: Path, warn: Callable[[str], None], running: bool = False) -> None:
-    """Writes the page anew; an error becomes a warning, because the page must not end a run."""
+    """Writes report.html over an earlier one; an error becomes a warning, because the page must not end a run.
+
+    Args:
+        folder: the run directory.
+        warn: gets the warning.
+        running: True if the run has not ended.
+    """
     try:
         run_page(folder, running).save(folder / PAGE)
     except Exception as error:
@@ -215,7 +221,7 @@ def _what_it_was(run: FinishedRun) -> Iterator[Block]:
         yield Images([Image(read_bytes(sheet, WHOLE), "Images of the first step, as the network sees them")])
     yield Lines(["To go on for twice as long (at any pipeline.K), to evaluate, and to export the last checkpoint:"])
     named = {".".join(key.split(".")[:2]) for key, value in run.settings.items() if value is not None}
-    trusted = [*_foreign(run), *(f"data.{key}" for key in PATHS if f"data.{key}" in named)]
+    trusted = [*_code_to_trust(run), *(f"data.{key}" for key in PATHS if f"data.{key}" in named)]
     evaluate = ["gpipe-eval", folder, *([f"trust=[{','.join(trusted)}]"] if trusted else [])]
     yield Lines([shlex.join(words) for words in (_longer(run, folder), evaluate, ["gpipe-export", folder])], "```")
 
@@ -236,7 +242,10 @@ def _longer(run: FinishedRun, folder: str) -> list[str]:
     return words
 
 
-def _foreign(run: FinishedRun) -> list[str]:
-    """Returns the names of the user's own code that a checkpoint of the run calls."""
+def _code_to_trust(run: FinishedRun) -> list[str]:
+    """Returns the names of the user's own code in the run's `_target_`s.
+
+    A command that reads the run's checkpoint calls this code only if `trust=` names it.
+    """
     found = (value for key, value in run.settings.items() if key.split(".")[0] in SECTIONS and "_target_" in key)
     return list(dict.fromkeys(str(value) for value in found if value not in OURS))

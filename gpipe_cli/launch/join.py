@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gpipe_cli.cpu import compile_helpers
+from gpipe_cli.cpu import compile_environment
 from gpipe_cli.errors import ConfigurationError, visible
 from gpipe_cli.launch import report
 from gpipe_cli.launch.context import Context, EntryFunction, call_entry
@@ -55,7 +55,7 @@ def join(main: EntryFunction, config: dict[str, Any], run_dir: Path, on_event: O
         KeyboardInterrupt, SystemExit: the run ended early because it was asked to.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    os.environ.update(compile_helpers(int(os.environ.get("LOCAL_WORLD_SIZE", world_size))) | os.environ)
+    os.environ.update(compile_environment(int(os.environ.get("LOCAL_WORLD_SIZE", world_size))) | os.environ)
     # Only torchrun is known to outlive its ranks. A script may start them in the background and end; srun and mpirun
     # end what they have started; otherwise a rank fails at its next message to one that is gone.
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -28,7 +28,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE, compile_helpers
+from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE, compile_environment
 from gpipe_cli.disk import writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
@@ -219,9 +219,12 @@ class _Workers:
                     self._failures[ended] = self._silent_failure(ended, message["exit_code"])
 
     def _silent_failure(self, rank: int, exit_code: int) -> report.Failure:
-        """Returns the failure of a process that has ended without a report, made of its exit code and its log."""
-        place = b"" if rank == STARTER else os.pread(self._places, Position.SIZE, rank * Position.SIZE)
-        return report.silent_failure(self._directory, rank, exit_code, Position(bytearray(place)).known())
+        """Returns the failure of a process that ended without a report: by its exit code, its log and its place.
+
+        In shared memory a worker keeps the place in its step (`Position`), which outlives it; the zygote has none.
+        """
+        written = b"" if rank == STARTER else os.pread(self._places, Position.SIZE, rank * Position.SIZE)
+        return report.silent_failure(self._directory, rank, exit_code, Position(bytearray(written)).known())
 
     def _settled_failure(self) -> WorkerFailed | ConfigurationError:
         """Waits for the other workers' reports, and returns the failure that caused the others.
@@ -305,7 +308,7 @@ def _environment(job: Job) -> dict[str, str]:
     """Returns the workers' environment. The command's own stays, because the next job of a sweep would see changes."""
     threads = str(job.threads)
     return {
-        **compile_helpers(job.workers),
+        **compile_environment(job.workers),
         **os.environ,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,

@@ -79,7 +79,7 @@ def run_command(
     try:
         sys.stdout.flush()
     except OSError:  # what failed before is still in its buffer
-        discard(sys.stdout)
+        to_devnull(sys.stdout)
     return code
 
 
@@ -125,12 +125,16 @@ def show(text: str) -> None:
 
 
 def to_stderr(text: str) -> None:
+    """Prints a text on standard error, control characters written out; nothing where that is closed."""
     with suppress(OSError):  # nobody reads it
         print(visible(text), file=sys.stderr, flush=True)
 
 
-def discard(stream: IO[str]) -> None:
-    """Sends a stream's buffered text, and all that is written to it later, to /dev/null."""
+def to_devnull(stream: IO[str]) -> None:
+    """Sends a stream's buffered text, and all that is written to it later, to /dev/null.
+
+    For a stream that nobody reads any more: Python writes the buffer when it ends, and would end with an error.
+    """
     with suppress(OSError, ValueError), Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), stream.fileno())
 

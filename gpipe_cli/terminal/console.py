@@ -31,7 +31,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 
 from gpipe_cli.errors import visible
-from gpipe_cli.terminal.command import discard, to_stderr
+from gpipe_cli.terminal.command import to_devnull, to_stderr
 from gpipe_cli.terminal.text import duration, number, percent, relative_paths, size_text, text_table
 
 PLAIN_SECONDS = 2.0  # minimum between two progress lines: fast steps must not flood a log
@@ -127,7 +127,7 @@ class Console(logging.Handler):
                 print(visible(text), flush=True)
         except (OSError, ValueError) as error:  # no reader, no terminal, a full disk behind a >; closed in this process
             self._lost = True
-            discard(sys.stdout)  # with what waits in Python's buffer, which would fail at its end
+            to_devnull(sys.stdout)  # with what waits in Python's buffer, which would fail at its end
             log.info("the output cannot be written to (%s): the run goes on", error)
 
     # -- kinds of events -----------------------------------------------------------------------------------------
