@@ -25,6 +25,7 @@ __all__ = ["LayerBuilder", "Pipeline", "Task"]  # made when asked for: the comma
 
 
 def __getattr__(name: str) -> _Any:
+    """Returns a public name, whose module is imported at its first use."""
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(_import_module(f"{__name__}.{_PUBLIC[name]}"), name)

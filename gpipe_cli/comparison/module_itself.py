@@ -227,7 +227,12 @@ def joined(outputs: Tensors) -> Tensor:
 
 
 class _Calls:
-    """Calls both sides alike, and measures after each call how far they are apart."""
+    """Calls both sides, the layers and the module itself, alike, and measures after each call how far they are apart.
+
+    Args:
+        builders: make the layers; they know what module they were traced from.
+        given: what both sides get from a run.
+    """
 
     def __init__(self, builders: Sequence[LayerBuilder], given: Given) -> None:
         traced_from, chain = maker_of(builders[0]).traced_from, _Chain(builders)
@@ -283,7 +288,7 @@ class _Calls:
 
     @torch.no_grad()
     def _update(self) -> None:
-        """Updates both sides from the same gradients, and moves the trained weights further, see `_move`."""
+        """Updates both sides from the same gradients, and changes the trained weights further, see `_perturb`."""
         ours, own = self._layers.tensors(), self._itself.tensors()
         both = ours.keys() & own.keys()
         for name in both:
@@ -296,7 +301,7 @@ class _Calls:
         for name in held[0].keys() & held[1].keys():
             ours[name].grad = own[name].grad = None
             if name in self._trained:
-                _move(name, own[name])
+                _perturb(name, own[name])
             if ours[name].shape == own[name].shape:
                 ours[name].copy_(own[name])  # so that rounding does not add up
 
@@ -343,8 +348,8 @@ def by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def _move(name: str, parameter: Tensor) -> None:
-    """Changes a parameter in place by about a hundredth of its size.
+def _perturb(name: str, parameter: Tensor) -> None:
+    """Adds noise to a parameter in place, of about a hundredth of its numbers' root mean square.
 
     So a copy of old values shows, however small the learning rate is.
     """

@@ -77,12 +77,13 @@ def _is_vector(value: object, count: int) -> bool:
 
 
 class ChangedSource:
-    """Wraps a source: each of its micro-batches is changed by a function."""
+    """Wraps a source, with all its attributes: each of its micro-batches is changed by a function."""
 
     def __init__(self, source: Source, change: Callable[[MicroBatch], MicroBatch]) -> None:
         self._source, self._change = source, change
 
     def __getattr__(self, name: str) -> Any:
+        """Returns the source's attribute; of a method that gives micro-batches, one that gives changed ones."""
         found = getattr(self._source, name)
         if name in ("train", "evaluation", "evaluation_share"):
             return lambda *arguments: map(self._changed, found(*arguments))

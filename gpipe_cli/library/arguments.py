@@ -85,10 +85,10 @@ def tensors_of(value: object, name: str) -> Tensors:
 
 
 def without_graphs(inputs: Side | None) -> Side | None:
-    """Returns the inputs of a step.
+    """Returns a step's inputs; refuses any that autograd has computed from other tensors, which would get no gradient.
 
     Raises:
-        ConfigurationError: one was computed from what requires a gradient, which would get none.
+        ConfigurationError: an input was computed from what requires a gradient.
     """
     values = [inputs] if isinstance(inputs, Tensor) else inputs.values() if isinstance(inputs, Mapping) else inputs
     if any(isinstance(value, Tensor) and value.grad_fn is not None for value in values or ()):

@@ -89,7 +89,7 @@ class Pipeline(WorkerPipeline):
         super().__init__(*arguments)
         self._inputs, self._answer, self._module, self._steps = inputs, answer, module, steps
         self._signals = Signals()
-        self._built = self._held()
+        self._built = self._present_parameters()
         self._trained = self._trained_names()
         self._nothing = nn.Parameter(torch.empty(0, device=self.world.device))
         self.engine.frees_peers = True
@@ -491,8 +491,11 @@ class Pipeline(WorkerPipeline):
         plan = self.message.read_plan(kind)
         return replace(plan, micro_batches=micro_batches, step=self.steps_done, steps=self._steps)
 
-    def _held(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters that this process's layers, and the module, hold now; a tied one in every layer."""
+    def _present_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns, by name, the parameters that layers hold now (a tied one in every layer), and the user's module.
+
+        Compared with those of the beginning they show which were added, taken away or replaced.
+        """
         held = {
             own_name(layer.name, name): parameter
             for layer in self.layers
@@ -507,8 +510,8 @@ class Pipeline(WorkerPipeline):
 
     def _refuse_changes(self) -> None:
         """Raises ConfigurationError for what the built layers cannot follow."""
-        held = self._held()
-        if other := [n for n in {**self._built, **held} if held.get(n) is not self._built.get(n)]:
+        present = self._present_parameters()
+        if other := [n for n in {**self._built, **present} if present.get(n) is not self._built.get(n)]:
             raise ConfigurationError(
                 f"the parameters {', '.join(other[:3])} were added, taken away or replaced since it was made: "
                 "make the pipeline anew by Pipeline.of; values alone are changed by load_state_dict"
