@@ -106,7 +106,7 @@ def test_plans_take_at_least_their_bounds_in_the_memory_that_they_need() -> None
     planner = Planner(settings, options)
     for kind, remat, speed in product(KINDS, REMAT, (1.0, 2.0)):
         devices = [{"speed": 1.0}, {"speed": speed}]
-        pipeline = replace(settings.pipeline, schedule=kind, remat=remat, devices=devices)
+        pipeline = replace(settings.pipeline, schedule=kind, remat=remat, worker_devices=devices)
         planner.options = options
         planner.options = replace(options, memory=int(planner.plan(pipeline).memory))
         made = planner.plan(pipeline)

@@ -163,7 +163,7 @@ def test_the_second_worker_gets_fewer_layers_where_its_memory_is_small(schedule:
     fewer = planner.plan(replace(settings.pipeline, partition=[first + 2, second - 2]))
     assert fewer.workers_plan[1].total < even.workers_plan[1].total
     small = round(fewer.workers_plan[1].total * (1 + MARGIN))
-    devices = replace(settings, pipeline=replace(settings.pipeline, devices=[{}, {"memory": small}]))
+    devices = replace(settings, pipeline=replace(settings.pipeline, worker_devices=[{}, {"memory": small}]))
     cut = cut_for_run(builders, devices, example, [inf, inf], times)
     assert first < cut.sizes[0] <= first + 2
     planned = Planner(devices, request.options).plan()
