@@ -178,7 +178,8 @@ class Journal(Notices):
         # The effort differs between the two evaluations of an early stop's last step.
         row = {"step": progress.step, **result.numbers, **result.effort}
         sentences = Counter(sample.language for sample in result.translations)
-        rare = {"signature": result.signature, "samples": samples, "sentences": sentences, "copying": result.copying}
+        rare: dict[str, Any] = {"signature": result.signature, "samples": samples, "sentences": sentences}
+        rare |= {"copying": result.copying, "sizes": result.sizes}
         with self._tried(self._evaluations_file.path):
             self._evaluations_file.write({**row, **{name: value for name, value in rare.items() if value}})
         self._track("log", progress.step, {f"evaluation/{name}": value for name, value in result.numbers.items()})
