@@ -117,10 +117,7 @@ def test_the_exit_code_of_a_difference_is_1(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_json_is_all_that_standard_output_has(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "experiment").mkdir()
-    mine = "# @package _global_\nverify: {format: json, steps: 1}\n"
-    (tmp_path / "experiment" / "mine.yaml").write_text(mine)
-    words = ["--config-dir", str(tmp_path), "experiment=mine", "launch.inline=true"]
+    words = ["verify.format=json", "verify.steps=1", "launch.inline=true"]
     assert verify.main([*words, *SUBJECT, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     report = json.loads(capfd.readouterr().out)
     assert report["agrees"] and [step["step"] for step in report["steps"]] == [1]
