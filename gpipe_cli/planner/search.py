@@ -310,7 +310,7 @@ def largest(settings: Settings, options: Options, listener: Listener) -> Plan:
 
     Raises:
         ConfigurationError: `plan.grow` names no number of the model, or no size fits.
-        KeyboardInterrupt: it was stopped.
+        KeyboardInterrupt: it was stopped before any size was found to fit.
     """
     name, step = str(options.grow).removeprefix("model."), options.grow_by
     start, known = settings.model.get(name, 1), parameters_of(settings.model)
@@ -320,8 +320,10 @@ def largest(settings: Settings, options: Options, listener: Listener) -> Plan:
     searches: dict[int, tuple[Search, Plan | None]] = {}
 
     def too_large(times: int) -> bool:
-        if listener.stopped():
-            raise KeyboardInterrupt
+        if listener.stopped():  # no size is tried any more, so the search ends with the largest that fits so far
+            if not any(plan is not None and plan.fits for _, plan in searches.values()):
+                raise KeyboardInterrupt
+            return True
         listener.say(f"plans model.{name}={times * step}")
         planner = Planner(replace(settings, model={**settings.model, name: times * step}), options)
         search = Search(planner, _free_keys(planner), listener)
@@ -334,8 +336,10 @@ def largest(settings: Settings, options: Options, listener: Listener) -> Plan:
         raise searches[1][0].error()
     search, plan = searches[most]
     assert plan is not None  # it fits
-    best = search.fastest(_devices(search.planner)) if search.free else plan
-    return replace(best, found={f"model.{name}": most * step, **best.found}, tried=len(searches))
+    stopped = listener.stopped()
+    best = search.fastest(_devices(search.planner)) if search.free and not stopped else plan
+    notes = [*best.notes, *(["stopped: the largest of the sizes so far"] if stopped else [])]
+    return replace(best, notes=notes, found={f"model.{name}": most * step, **best.found}, tried=len(searches))
 
 
 def _first(holds: Callable[[int], bool], start: int = 1, most: int | None = None) -> int | None:

@@ -77,6 +77,14 @@ def test_grow_finds_the_largest_model_that_fits(free: tuple[str, ...]) -> None:
         assert not planned(*larger).fits
 
 
+def test_a_growth_that_is_stopped_answers_with_the_largest_so_far() -> None:
+    words = (*OWN, "data.batch_size=8", "pipeline.K=2", "pipeline.M=2", "model.layers=2", "plan.grow=model.layers")
+    said: list[str] = []
+    found = find_plan(*make_request(words), Listener(said.append, lambda: len(said) > 2))
+    assert found.fits and found.found == {"model.layers": 8}  # after 2 and 4
+    assert "stopped: the largest of the sizes so far" in found.notes
+
+
 def test_what_cannot_grow_is_refused() -> None:
     assert "is no number of this model, which has model.layers" in refusal(*OWN, "plan.grow=model.depth")
     assert "nothing fits" in refusal(*OWN, "pipeline.K=1", "plan.memory=1KB", "plan.grow=model.layers")
