@@ -194,7 +194,7 @@ class _Side:
         with alone, averaged_over_a_mini_batch(self._module), torch.set_grad_enabled(trains):
             if self._module.training is not trains:  # loops set the mode only where it changes, too
                 self._module.train(trains)
-            with autocast_of(self._autocast):
+            with autocast_of(self._autocast)():
                 made = self._module(*(tensor.clone() for tensor in inputs))
                 outputs: Tensors = made if isinstance(made, tuple) else (made,)
                 pairs = self._with_gradients(outputs, targets) if trains else []

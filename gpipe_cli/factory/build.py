@@ -7,8 +7,7 @@ that what it makes is the same in every process and in every run.
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager
 from inspect import Parameter, isclass, signature
 from typing import Any, cast
 
@@ -154,7 +153,7 @@ def try_lr_schedule(settings: Settings) -> None:
 def build_autocast(precision: PrecisionConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """Chooses a GPU's kernels, and returns a function that makes the context in which forward runs (`autocast_of`)."""
     choose_kernels(precision, device)
-    return nullcontext if precision.autocast is None else partial(autocast_of, precision.autocast, device.type)
+    return autocast_of(precision.autocast, device.type)
 
 
 def boundary_type_of(precision: PrecisionConfig) -> torch.dtype | None:

@@ -163,7 +163,7 @@ class Pipeline(WorkerPipeline):
             raise ConfigurationError(agreed)
         if module is not None:
             share(builders, module)
-        shape, context = BatchShape.of(micro_batch), partial(autocast_of, cast_to, world.device.type)
+        shape, context = BatchShape.of(micro_batch), autocast_of(cast_to, world.device.type)
         arguments = builders, Cut.from_json(agreed[0]), config, task, shape, world, seed, context
         made = cls(*arguments, inputs=given, answer=answer, module=module, steps=steps)
         refuse_fewer(made.layers, *agreed[1])

@@ -113,7 +113,7 @@ class TracedLayer(nn.Module):
                 )
         device = tensors[0].device.type
         has_context = device == "meta" or torch.is_autocast_enabled(device)  # a run has entered autocast already
-        with autocast_of(None if has_context else self._autocast, device):
+        with autocast_of(None if has_context else self._autocast, device)():
             run = self._segment.training if self.training else self._segment.evaluation
             return run(self, *tensors)
 

@@ -76,8 +76,8 @@ def example_of(inputs: Sequence[Tensor]) -> Example:
     return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in inputs]
 
 
-def autocast_of(dtype: str | None, device: str = "cpu") -> AbstractContextManager[Any]:
-    """Returns the context in which forward runs: autocast without its cache, or none.
+def autocast_of(dtype: str | None, device: str = "cpu") -> Callable[[], AbstractContextManager[Any]]:
+    """Returns a function that makes the context in which forward runs: autocast without its cache, or none.
 
     The cache keeps the casts of leaves, and a cell's inputs are leaves where they would be inner tensors of a larger
     cell: the gradients of a tensor used twice would be added in 16 or 32 bits depending on the cut.
@@ -86,7 +86,9 @@ def autocast_of(dtype: str | None, device: str = "cpu") -> AbstractContextManage
         dtype: type to which autocast casts, as "bfloat16"; None: there is no autocast.
         device: kind of the device, as "cuda".
     """
-    return nullcontext() if dtype is None else torch.autocast(device, getattr(torch, dtype), cache_enabled=False)
+    if dtype is None:
+        return nullcontext
+    return partial(torch.autocast, device, getattr(torch, dtype), cache_enabled=False)
 
 
 class InDefaultType:

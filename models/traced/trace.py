@@ -176,7 +176,7 @@ def _programs(called: Traceable, example: Example, fake: FakeTensorMode, autocas
     with fake:  # without values; two examples, because torch.export takes a size of 1 for a constant
         inputs = tuple(torch.zeros(2, *shape[1:], dtype=getattr(torch, dtype)) for dtype, shape in example)
     try:
-        with traceable(), autocast_of(autocast):
+        with traceable(), autocast_of(autocast)():
             training = _export(called, inputs)
             with torch.no_grad():  # as evaluation runs, which code may ask
                 return [training, _export(called.eval(), inputs)]
