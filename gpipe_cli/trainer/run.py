@@ -35,7 +35,7 @@ from ..launch.context import Context
 from ..metrics.journal import Journal, Notices
 from ..metrics.records import Progress
 from ..optim.average import WeightAverage
-from ..planner.measure.this_device import workers_on_a_gpu
+from ..planner.measure.this_device import free_memory_of_gpu, present_device, room_for_tensors, workers_on_a_gpu
 from ..planner.options import peak_flops
 from ..version import __version__
 from .assembly import Assembly, assemble_evaluator, assemble_model, start_worker
@@ -300,9 +300,11 @@ def with_placement(context: Context, config: Mapping[str, Any]) -> dict[str, Any
 
     Only replicas of several workers, on several nodes, need a choice. The first worker then asks the planner.
     """
+    if context.messenger is not None:  # the command has started all workers on its own machine
+        return dict(config)
     settings = Settings.from_config(config)
     pipeline = settings.pipeline
-    if context.messenger is not None or context.world_size == pipeline.replicas or pipeline.replicas == 1:
+    if pipeline.replicas in (1, context.world_size):
         return dict(config)
 
     def choose(nodes: list[str]) -> str:
@@ -325,8 +327,6 @@ def with_placement(context: Context, config: Mapping[str, Any]) -> dict[str, Any
 
 def _free_memory(pipeline: PipelineConfig, context: Context) -> float:
     """Returns the bytes that this worker has for tensors on its GPU; infinity on a CPU."""
-    from ..planner.measure.this_device import free_memory_of_gpu, present_device, room_for_tensors, workers_on_a_gpu
-
     if present_device(pipeline).type != GPU:
         return inf
     free = free_memory_of_gpu(torch.device(GPU, context.local_rank % torch.cuda.device_count()))
