@@ -77,12 +77,12 @@ class CellState:
     """Holds the state of one cell.
 
     Args:
-        file: file of the worker.
+        store: the worker's file, or its memory of the host.
         parameters: the cell's own parameters; tied ones that other cells own stay in memory.
     """
 
-    def __init__(self, file: "StateFile | HostMemory", parameters: Sequence[nn.Parameter]) -> None:
-        self._file, self._parameters = file, parameters
+    def __init__(self, store: "StateFile | HostMemory", parameters: Sequence[nn.Parameter]) -> None:
+        self._store, self._parameters = store, parameters
         self._memory: list[mmap.mmap] = []  # weights first
         self._held: set[int] = set()  # addresses of tensors in the file
         for parameter, moved in zip(parameters, self.moved(parameters), strict=True):
@@ -93,7 +93,7 @@ class CellState:
         tensors = [tensor.detach() for tensor in tensors]
         # Where each tensor starts in the memory, all sizes rounded up; the last number is the size of the memory.
         starts = [*accumulate((-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors), initial=0)]
-        memory, copies = self._file.mapped(starts[-1]), []
+        memory, copies = self._store.mapped(starts[-1]), []
         for tensor, start in zip(tensors, starts, strict=False):
             if not (tensor.nbytes and _is_dense(tensor)):
                 copies.append(tensor.clone())
