@@ -77,7 +77,7 @@ class PipelineConfig:
         memory: most bytes that a worker may hold, as 16GB; null: all of its device.
         workers: processes of one replica; the command replaces "auto" by a number before workers start.
         replicas: copies of the pipeline.
-        placement: which workers lie in one node: those of a replica, or the replicas of a worker; auto: as planned.
+        placement: workers that lie in one node: those of a replica, or the replicas of a worker; auto: as planned.
         threads: number for each worker; another number may change the last bits of results.
         backend: library through which workers exchange tensors.
         device: the kind of device that workers compute on.

@@ -241,7 +241,7 @@ class Line(NamedTuple):
 
 
 def read_pieces(files: PairFiles, size: int) -> Iterator[list[Row]]:
-    """Yields the lines in pieces of ``size``, up to the end of the shorter file. Only "\n" ends a line."""
+    """Yields the lines in pieces of ``size``, up to the end of the shorter file. Only a line feed ends a line."""
     columns: Iterator[Sequence[bytes]] = zip(*map(_lines, files.files), strict=False)
     if files.target is None and files.columns is None:
         columns = (line.rstrip(b"\r\n").split(b"\t")[:: -1 if files.turned else 1] for (line,) in columns)

@@ -113,7 +113,7 @@ class Cell:
         compiled: True to compile the layers.
 
     Attributes:
-        where: where the cell writes which layer runs, for error reports; the engine sets it to its own.
+        where: place that the cell keeps up to date with the layer that runs, for error reports; the engine's own.
         state: the parameters in a file or in the host's memory, if the cell is offloaded; else None.
     """
 

@@ -75,7 +75,7 @@ def peak_flops(name: str, half: bool) -> float | None:
 
     Args:
         name: as "NVIDIA A100-SXM4-80GB". A part of a GPU (MIG) is not known.
-        half: in 16-bit types, in place of float32 without TF32.
+        half: True for the peak in 16-bit types; False: in float32 without TF32.
     """
     words = {*re.split("[^a-z0-9]+", name.lower())}
     known = [preset for preset in PRESETS if {*preset.split("-")} <= words and "mig" not in words]

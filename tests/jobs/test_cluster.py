@@ -50,7 +50,7 @@ class TwoMachines:
     Both see the folder `shared`; each has its own `local` (its HOME), /dev/shm, host name, hosts file and boot id.
 
     Args:
-        folder: for their files.
+        folder: place of their files.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -24,12 +24,8 @@ LOST, LIBRARIES = 0.05, 0.3e9
 _SECONDS = 0.15  # of each measurement
 _UPDATED, _AT_ONCE = 1 << 20, 8  # numbers, and parameters at most, of one timed update
 _GPU_LINK: dict[str, Any] = {"link": 12e9, "latency": 1e-5, "host": 0.0}  # PCIe 3.0 ×16
-_CPU_LINK: dict[str, Any] = {
-    "link": 0.6e9,
-    "between": 0.6e9,
-    "latency": 1e-4,
-    "host": 1.5e-4,
-}  # as measured on two cores
+# As measured on two cores.
+_CPU_LINK: dict[str, Any] = {"link": 0.6e9, "between": 0.6e9, "latency": 1e-4, "host": 1.5e-4}
 
 
 def present_device(pipeline: PipelineConfig) -> torch.device:
