@@ -100,10 +100,10 @@ def transformer(
     positions: parts.Positions = "sinusoids",
     decoder_layers: Depth | None = None,
 ) -> list[LayerBuilder]:
-    """Returns the list of T(L,H,A): 5·L + 5 layers.
+    """Returns the list of T(L,H,A): 2 layers for each of the encoder, 3 for each of the decoder, and 5 more.
 
     Args:
-        L: encoder layers, and as many decoder layers.
+        L: encoder layers, and as many decoder layers without `decoder_layers`.
         H: width of the feed-forward sub-layers.
         A: heads; attention is 64·A wide.
         source_vocabulary, target_vocabulary: numbers of tokens.
